@@ -126,7 +126,8 @@ def chain(
 
 
 def _refuse_missing(arch: Sequence[str], dump: Given, document: Path | None) -> None:
-    refuse_missing(teacher=dump.get("teacher"), corpus=dump.get("corpus"), arch=arch, document=document)
+    teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
+    refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:

@@ -81,6 +81,10 @@ def _cache_argument(text: str) -> Any:  # noqa: ANN401 - typer's own, unexported
 CacheArgument = Annotated[
     Path | None, _cache_argument("Folder of the cache. [default: the newest complete one]")
 ]
+CacheOrUrlArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"),
+]
 CacheOrRunArgument = Annotated[
     Path | None, _cache_argument("Folder of a cache or of a run. [default: the newest complete cache]")
 ]

@@ -37,7 +37,8 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     Example: minilm-cache plan --teacher mini --max-bytes 50000000
     """
     config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
-    refuse_missing(teacher=dump.get("teacher"), corpus=dump.get("corpus"), arch=cost.arch)
+    teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
+    refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=cost.arch)
     from minilm_cache.workflows.plan import plan_dump, refuse_too_large  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

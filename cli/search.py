@@ -1,5 +1,6 @@
 """`minilm-cache search`: finds the best shape of a student within a budget."""
 
+import os
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +12,10 @@ from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import validated
+from minilm_cache.store.durable import refuse_file
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import SearchConfig
@@ -34,12 +37,7 @@ def search(
     given: Given,
     train: Given,
     *,
-    cache: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"
-        ),
-    ] = None,
+    cache: CacheOrUrlArgument = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder of the search; the same command goes on with it.")
     ],
@@ -54,9 +52,12 @@ def search(
     """
     config = validated(SearchConfig, given)
     validated(TrainConfig, {**train, "arch": ("1x12",)})  # says what is wrong before torch is there
+    refuse_file(out)
     refuse_missing(cache=cache)
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InvalidConfigError("search runs as one process. Start it without torchrun.")
     quiet_libraries()
     with stoppable_session() as session:
         place = cache or chosen_cache(None, session)
@@ -96,7 +97,7 @@ def _row(each: "Candidate", result: "SearchResult") -> list[str]:
     losses = [part.losses.get(each.arch) for part in record.rounds]
     fits = "no"
     if each.fits:
-        fits = "yes" if each.is_tried else "yes, and a larger one is, too"
+        fits = "yes" if each.is_tried else "yes, but a larger one fits"
     return [
         *(each.arch, f"{each.num_parameters:,}", decimal(each.num_bytes), f"{each.latency_ms:.2f}"),
         f"{record.teacher_latency_ms / each.latency_ms:.1f}x",

@@ -10,7 +10,14 @@ from minilm_cache.cli.console import print_error, print_json, print_pairs
 from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
-from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
+from minilm_cache.cli.options import (
+    CacheOrUrlArgument,
+    Given,
+    JsonOption,
+    PresetOption,
+    ResumeOption,
+    options,
+)
 from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig, describe_preset, with_preset
@@ -31,12 +38,7 @@ if TYPE_CHECKING:
 def train(
     given: Given,
     *,
-    cache: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"
-        ),
-    ] = None,
+    cache: CacheOrUrlArgument = None,
     preset: PresetOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the run. [default: in the cache home]")

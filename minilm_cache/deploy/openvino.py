@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
+from minilm_cache.errors import DeviceError, InvalidConfigError
+from minilm_cache.models.exported import last_line
 
 try:
     import nncf
@@ -41,8 +42,8 @@ def convert(file: Path, out: Path, batches: Sequence[Mapping[str, Tensor]] | Non
     try:
         with redirect_stdout(io.StringIO()):  # nncf draws progress bars where results are printed
             _convert(file, out, batches)
-    except (RuntimeError, ValueError, TypeError, nncf.errors.ValidationError) as error:
-        raise DeviceError(f"OpenVINO cannot convert this model: {first_line(error)}.") from error
+    except Exception as error:
+        raise DeviceError(f"OpenVINO cannot convert this model: {last_line(error)}.") from error
 
 
 def _convert(file: Path, out: Path, batches: Sequence[Mapping[str, Tensor]] | None) -> None:

@@ -202,11 +202,15 @@ class _ExportedTransformer(InputModule):
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: object) -> dict[str, Any]:
         texts = [f"{prompt or ''}{text}" for text in inputs]
-        return dict(
+        encoded: dict[str, Any] = dict(
             self._tokenizer(
                 texts, padding=True, truncation=True, max_length=self.max_seq_length, return_tensors="pt"
             )
         )
+        if prompt:  # poolings that leave a prompt out need its length, without the token that ends a text
+            ids = self._tokenizer(prompt)["input_ids"]
+            encoded["prompt_length"] = len(ids) - (ids[-1] in self._tokenizer.all_special_ids)
+        return encoded
 
     def forward(self, features: dict[str, Any], **_: object) -> dict[str, Any]:
         output = self.model(features["input_ids"], features["attention_mask"])

@@ -4,7 +4,8 @@ The file has the place that sentence-transformers gives it, so that `SentenceTra
 backend="onnx")` opens the folder, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -192,7 +193,8 @@ def onnx_session(file: Path, provider: str = CPU_PROVIDER) -> tuple[Run, tuple[s
 
     def run(values: Mapping[str, Tensor]) -> Tensor:
         arrays = {name: value.cpu().numpy() for name, value in values.items()}
-        return torch.from_numpy(np.asarray(session.run(None, arrays)[0]))
+        with _running(file):
+            return torch.from_numpy(np.asarray(session.run(None, arrays)[0]))
 
     return run, tuple(each.name for each in session.get_inputs())
 
@@ -212,13 +214,30 @@ def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
     try:
         model: Any = openvino.Core().compile_model(file, "CPU", settings)
     except Exception as error:
-        raise DeviceError(f"openvino cannot read {file}: {first_line(error)}.") from error
+        raise DeviceError(f"openvino cannot read {file}: {last_line(error)}.") from error
 
     def run(values: Mapping[str, Tensor]) -> Tensor:
         arrays = {name: value.cpu().numpy() for name, value in values.items()}
-        return torch.from_numpy(np.asarray(model(arrays)[0]))
+        with _running(file):
+            return torch.from_numpy(np.asarray(model(arrays)[0]))
 
     return run, tuple(each.get_any_name() for each in model.inputs)
+
+
+@contextmanager
+def _running(file: Path) -> Iterator[None]:
+    """Turn errors of a runtime into a DeviceError."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceError(
+            f"{file} cannot be run: {last_line(error)}. Export the model again: `minilm-cache export-model`."
+        ) from error
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error, for messages: OpenVINO says first where in its code it arose."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip().rstrip(".: ")
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> InvalidConfigError:

@@ -453,24 +453,28 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 @torch.no_grad()
 def seconds_in_turns(
-    passes: Mapping[_Name, Callable[[], object]], device: torch.device, turns: int
+    passes: Mapping[_Name, Callable[[], object]], device: torch.device, turns: int, *, repeats: int = 1
 ) -> dict[_Name, float]:
-    """Return the seconds of each pass by name: medians over turns, in each of which every pass runs once.
+    """Return the seconds of each pass by name: medians over turns, in each of which every pass is timed.
 
     Args:
         passes: functions to time, by name.
         device: device that they compute on.
         turns: number of measured turns; one more comes first and is not counted.
+        repeats: times that a pass is timed in a turn. More than one is preceded by a pass that is not timed,
+            so that the weights are in the processor's caches, as when one model serves alone.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in passes}
-    for _ in range(turns + 1):
+    for turn in range(turns + 1):
         for name, run in passes.items():
-            started = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[name].append(time.perf_counter() - started)
-    return {name: median(taken[1:]) for name, taken in seconds.items()}
+            for repeat in range(repeats + (repeats > 1)):
+                started = time.perf_counter()
+                run()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if turn and (repeat or repeats == 1):
+                    seconds[name].append(time.perf_counter() - started)
+    return {name: median(taken) for name, taken in seconds.items()}
 
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:

@@ -89,8 +89,8 @@ class SearchConfig(FrozenSettings):
 
     group = "Budget"
     max_latency_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Most milliseconds that a pass may take on this machine, with as many threads as torch has. None means
-    that any time is fast enough."""
+    """Most milliseconds that a pass may take on the CPU of this machine, with as many threads as torch has.
+    None means that any time is fast enough."""
     speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """How many times as fast as the teacher in torch a student has to be. None means that any is."""
     max_parameters: Annotated[int, Field(ge=1)] | None = None
@@ -114,10 +114,11 @@ class SearchConfig(FrozenSettings):
     feed_forward: str = "2,4"
     """Sizes of the feed-forward network to try, in multiples of the width."""
     every: bool = False
-    """Also try shapes than which another one within the budget is at least as large in everything: the whole
-    front of quality against speed, for more time. The default is to leave them out."""
+    """Also try shapes that another one within the budget equals or exceeds in layers, width and feed-forward
+    size: the whole front of quality against speed, for more time. The default is to leave them out."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
-    """Share of the shapes that goes on after each round; each round has as many times the steps."""
+    """Share of the shapes that goes on after each round. Each round has 1/keep times the steps of the one
+    before."""
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> "SearchConfig":

@@ -38,6 +38,8 @@ from minilm_cache.workflows.texts import texts_of
 RECORD: Final = "export.json"
 """What an exported folder says about how it was made, and what it lost."""
 _BATCH: Final = 32
+_NO_LIMIT: Final = 2**30
+"""Tokens of a sequence of a model without a table of positions."""
 _FEWEST: Final = 16
 """Fewest texts: half of them to fit to, and half to judge by."""
 Texts = tuple[str, ...]
@@ -124,8 +126,17 @@ def export_model(
         )
     if not models[0].answers:
         texts = [(each[number % len(each)],) for number, each in enumerate(texts)]
+    fitted, judged = [], texts[-config.texts :]
+    if config.openvino and config.int8:
+        fitted = texts[: len(texts) // 2]
+        judged = [each for each in texts[len(texts) // 2 :] if each not in set(fitted)]
+    if len(judged) < _FEWEST // 2:
+        raise InvalidConfigError(
+            f"--corpus: only {len(judged)} of its texts differ from those that the export is fitted to, and "
+            f"at least {_FEWEST // 2} have to judge it. Give another --corpus."
+        )
     with saving("write", out), new_folder(out) as new:
-        return export.write(texts[: len(texts) // 2], texts[len(texts) // 2 :], new, out=out)
+        return export.write(fitted, judged, new, out=out)
 
 
 def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Iterator[Texts]:
@@ -153,6 +164,19 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
     step = max(1, len(corpus.documents) // (2 * config.texts))
     for text in islice(corpus.texts(), 0, None, step):
         yield tuple(text.split(BETWEEN))
+
+
+@torch.no_grad()
+def _positions(model: PreTrainedModel) -> int:
+    """Return the most tokens of a sequence that a model reads; some families reserve positions."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is None:
+        return _NO_LIMIT
+    try:
+        model(torch.ones((1, limit), dtype=torch.int64) * (model.config.vocab_size - 1))
+    except (IndexError, RuntimeError):
+        return int(limit) - (model.config.pad_token_id or 0) - 1
+    return int(limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +216,13 @@ class _Export:
         form, inputs = Form(config.runtime, config.int8), self._batches(fitted, size=1)
         run = write_form(self.source, folder, form, inputs=inputs, name=model.name)
         cosine, least = self._agreement(judged, *run)
-        if cosine < config.min_cosine:
+        if not cosine >= config.min_cosine:  # also where it is not a number
             raise DeviceError(
-                f"{model.name}: the export agrees with the model to a cosine of {cosine:.4f}, and "
+                f"{model.name}: the export agrees with the model to a cosine of {cosine:.6f}, and "
                 f"--min-cosine is {config.min_cosine:g}, so nothing is written. {self._remedy}"
             )
         self.source.config.save_pretrained(folder)
+        self.tokenizer.model_max_length = min(self.tokenizer.model_max_length, _positions(self.source))
         self.tokenizer.save_pretrained(folder)
         copy_pooling(model.folder, folder, self.source.config)
         result = ExportedResult(
@@ -209,7 +234,7 @@ class _Export:
             precision="int8" if config.int8 else "float32",
             num_bytes=exported_bytes(folder, config.runtime),
             bytes_before=model.num_bytes,
-            fitted_to=len(fitted) if config.openvino and config.int8 else 0,
+            fitted_to=len(fitted),
             judged_by=len(judged),
             cosine=cosine,
             least_cosine=least,
@@ -290,7 +315,7 @@ class _Export:
             found = compare_retrieval(settings, names, session=self.session)
             drops.append(Drop("nDCG@10", *(each.ndcg_at_10.mean for each in found)))
         for drop in drops:
-            if drop.before - drop.after > config.max_drop:
+            if not drop.before - drop.after <= config.max_drop:
                 raise DeviceError(
                     f"{self.model.name}: {drop.name} falls from {drop.before:.2f} to {drop.after:.2f}, which "
                     f"is more than --max-drop {config.max_drop:g}, so nothing is written. {self._remedy}"

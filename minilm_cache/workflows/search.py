@@ -33,13 +33,16 @@ from minilm_cache.models.student import (
     student_config,
     teacher_config,
 )
+from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.initial import FROM_TEACHER, RANDOM, initial_weights
 from minilm_cache.train.run import TrainResult, train_students
-from minilm_cache.train.setup import num_steps
+from minilm_cache.train.setup import num_steps, student_shapes
+from minilm_cache.wording import counted
 from minilm_cache.workflows.config import SearchConfig
 
 RECORD: Final = "search.json"
@@ -48,9 +51,14 @@ _SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 """Widths that are tried, as shares of the teacher's."""
 _USUAL_RATIO: Final = 4
 """Size of the feed-forward network, in multiples of the width, of a shape that does not name it."""
-_TURNS: Final = 10
+_TURNS: Final = 3
+_REPEATS: Final = 7
 _TEACHER: Final = "teacher"
 _PASS_LENGTH: Final = 128
+_CHANGE_NO_STUDENT: Final = {
+    *("checkpoint_steps", "device", "keep_checkpoints", "local_bytes", "max_hours", "tracker"),
+}
+"""Settings of trainings that may differ between commands for the same search."""
 _MAX_RECORD_BYTES: Final = 2**22
 
 
@@ -66,7 +74,8 @@ class Candidate(_Document):
     num_bytes: int
     """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
     latency_ms: float
-    """Milliseconds of a pass in that form: the median of ten turns."""
+    """Milliseconds of a pass in that form: the median of 21 passes in three turns, each after another one of
+    the same model."""
     fits: bool
     """Whether it is within the budget."""
     is_tried: bool
@@ -142,6 +151,7 @@ def search(
             "a search compares students on held-out sequences, and this cache has none. Dump more text."
         )
     space = _Space.of(config, train, opened)
+    space.refuse_other_students(session.home)
     record = _read(out, space) or _begin(out, space, session)
     tried = [each.arch for each in record.candidates if each.is_tried]
     result: TrainResult | None = None
@@ -151,7 +161,9 @@ def search(
         settings = {**train, "epochs": None, "steps": steps, "arch": tuple(tried[:count])}
         if result is not None:
             settings |= {"init": str(result.path), "init_layers": None, "init_teacher": None}
-        session.progress.note(f"round {number + 1} of {len(plan)}: {count} shapes, {steps:,} steps")
+        session.progress.note(
+            f"round {number + 1} of {len(plan)}: {counted(count, 'shape')}, {counted(steps, 'step')}"
+        )
         result = train_students(validated(TrainConfig, settings), cache, out=folder, session=session)
         done = Round(run=folder.name, steps=steps, losses=_ranked(result))
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
@@ -191,8 +203,7 @@ def _plan(num_shapes: int, last_steps: int, keep: float) -> list[tuple[int, int]
     steps = [round(last_steps * keep**left) for left in reversed(range(len(counts)))]
     if steps[0] < 1:
         raise InvalidConfigError(
-            f"{last_steps} steps are too few for {len(counts)} rounds of {num_shapes} shapes. Give more "
-            "--steps."
+            f"--steps: {last_steps} are too few for {len(counts)} rounds of {num_shapes} shapes. Give more."
         )
     return list(zip(counts, steps, strict=True))
 
@@ -217,7 +228,11 @@ class _Space:
 
     @classmethod
     def of(cls, config: SearchConfig, train: Mapping[str, Any], cache: Cache) -> "_Space":
-        """Return the shapes that the teacher's family and the objective have."""
+        """Return the shapes that the teacher's family and the objective have.
+
+        Raises:
+            InvalidConfigError: a setting does not go with a search, or a shape is none.
+        """
         manifest = cache.manifest
         document = cache.reader.attachment(TEACHER_CONFIG)
         teacher = teacher_config(document, manifest)
@@ -234,9 +249,14 @@ class _Space:
             arch = f"{num_layers}x{size}" + ("" if ratio == _USUAL_RATIO else f":ff{ratio * size}")
             shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
-        if probe.init is not None and probe.init not in ("slice", "random", "embeddings", "teacher-layers"):
+        if probe.init not in (None, RANDOM, *FROM_TEACHER):
             raise InvalidConfigError(
-                "--init names one model, and a search has many shapes. Give slice or random."
+                f"--init {probe.init} is one model, and a search has many shapes. Give slice, embeddings or "
+                "random."
+            )
+        if probe.vocab is not None:
+            raise InvalidConfigError(
+                "--vocab goes with train. Search a shape first, and train it with --vocab then."
             )
         return cls(
             config=config,
@@ -247,11 +267,24 @@ class _Space:
             teacher=teacher,
         )
 
+    def refuse_other_students(self, home: Path) -> None:
+        """Raise InvalidConfigError if the cache cannot serve the objective, or a shape cannot begin so."""
+        config = validated(TrainConfig, {**self.train, "arch": tuple(self.configs)})
+        objective = choose_objective(config, self.cache, arch=config.arch, home=home)
+        shapes = student_shapes(config, objective)
+        begun = initial_weights(config, self.cache, shapes=shapes, head=objective.head, home=home)
+        if begun.tokens is not None:
+            raise InvalidConfigError(
+                f"--init-teacher {config.init_teacher} has another tokenizer than this cache, and the rounds "
+                "of a search go on from each other's weights. Search without it, or train the shapes yourself."
+            )
+
     @property
     def settings(self) -> dict[str, Any]:
         """What a search depends on, as JSON."""
         probe = validated(TrainConfig, {**self.train, "arch": tuple(self.configs)})
-        return {"search": self.config.model_dump(mode="json"), "train": probe.model_dump(mode="json")}
+        trained = probe.model_dump(mode="json", exclude=_CHANGE_NO_STUDENT)
+        return {"search": self.config.model_dump(mode="json"), "train": trained}
 
     @property
     def pass_length(self) -> int:
@@ -271,7 +304,7 @@ class _Space:
             for each in arch:
                 if session.should_stop():
                     raise InterruptedRunError(
-                        "interrupted before shapes were measured. Run the same command again."
+                        "interrupted while shapes were measured. Run the same command again."
                     )
                 model = build_model(self.configs[each], "sdpa").eval()
                 check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
@@ -287,7 +320,7 @@ class _Space:
                 session.progress.advance(1)
             teacher = build_model(self.teacher, "sdpa").eval()
             passes[_TEACHER] = partial(_run, teacher, values)
-            seconds = seconds_in_turns(passes, torch.device("cpu"), _TURNS)
+            seconds = seconds_in_turns(passes, torch.device("cpu"), _TURNS, repeats=_REPEATS)
         measured = {
             each: _Measured(latency_ms=1e3 * seconds[each], num_bytes=num_bytes[each]) for each in arch
         }

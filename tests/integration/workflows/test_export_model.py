@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import openvino
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
@@ -119,9 +123,9 @@ def test_measured_by_every_command_that_measures_vectors(
     command.fails(*too_long, code=2, says="--max-length 64 is more than whole")
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize(("family", "form"), [("bert", FORMS[1]), ("roberta", FORMS[3])])
 def test_cross_encoders_keep_their_scores(
-    family: str, tmp_path: Path, command: Command, world: World
+    family: str, form: tuple[str, ...], tmp_path: Path, command: Command, world: World
 ) -> None:
     """With the sides of pairs, where the family tells them apart; as CrossEncoder scores them."""
     scorer = save_teacher(tmp_path / "scorer", family, head="sequences", num_labels=1)
@@ -133,10 +137,11 @@ def test_cross_encoders_keep_their_scores(
     rows = [{"a": row["question"], "b": row["answer"]} for row in questions()]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    words = ("--openvino", "--int8", "--pair-columns", "a,b", "--min-cosine", 0.8)
+    words = (*form, "--pair-columns", "a,b", "--min-cosine", 0.8)
     result = export(command, scorer, out, *words, corpus=pairs)
     assert result["least_cosine"] is None
     texts = [(row["a"], row["b"]) for row in rows[16:32]]
+    assert result["judged_by"] == len(texts)
     encoded = AutoTokenizer.from_pretrained(out)(
         *map(list, zip(*texts, strict=True)), padding=True, return_tensors="pt"
     )
@@ -219,6 +224,55 @@ def test_what_has_lost_too_much_is_not_written(world: World, tmp_path: Path, com
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_a_model_that_overflows_is_refused(world: World, tmp_path: Path, command: Command) -> None:
+    """What is not a number agrees with nothing."""
+    broken = shutil.copytree(world.teacher, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["encoder.layer.2.output.dense.weight"][:] = 3e38
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    given = ("export-model", broken, "--onnx", "--out", tmp_path / "out", "--corpus", world.corpus, *FEW)
+    command.fails(*given, code=1, says="broken")
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_that_pooling_leaves_out_stay_out(world: World, tmp_path: Path, command: Command) -> None:
+    """An exported encoder gives the vectors of sentence-transformers, with a prompt before every text."""
+    folder = shutil.copytree(world.teacher, tmp_path / "prompted")
+    pooling = folder / "1_Pooling/config.json"
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
+    prompts = {"prompts": {"query": "da de di do du "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    export(command, folder, tmp_path / "out", "--onnx", corpus=world.corpus)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    model = Evaluated(name="out", folder=tmp_path / "out")
+    found = sentence_encoder(model, 32, "cpu").encode(TEXTS)
+    assert np.abs(found - expected).max() < 1e-5
+
+
+def test_no_file_reads_beyond_its_positions(world: World, tmp_path: Path, command: Command) -> None:
+    """RoBERTa reserves two positions of its table, which OpenVINO would read beyond without a word."""
+    model = save_teacher(tmp_path / "model", "roberta", max_position_embeddings=34)
+    export(command, model, tmp_path / "out", "--openvino", corpus=world.corpus)
+    sizes = ("--batch-size", 1, "--turns", 1, "--device", "cpu", "--length")
+    command.fails("speed", tmp_path / "out", *sizes, 33, code=2, says="--length 33 is more than out reads")
+    assert command("speed", tmp_path / "out", *sizes, 32)[0] == 0
+
+
+def test_a_file_that_cannot_be_run_is_one_line(world: World, tmp_path: Path, command: Command) -> None:
+    """Of another size than it is asked for, or damaged."""
+    export(command, world.teacher, tmp_path / "out", "--onnx", corpus=world.corpus)
+    file = tmp_path / "out/onnx/model.onnx"
+    model = onnx.load(file)
+    for each in model.graph.input:
+        for size in each.type.tensor_type.shape.dim:
+            size.dim_value = 8
+    onnx.save(model, file)
+    sizes = ("--batch-size", 2, "--length", 8, "--turns", 1, "--device", "cpu")
+    command.fails("speed", tmp_path / "out", *sizes, code=1, says="Export the model again")
+    file.write_bytes(file.read_bytes()[:1000])
+    command.fails("speed", tmp_path / "out", *sizes, code=1, says="onnxruntime cannot read")
+
+
 def test_misuse_is_one_line(world: World, tmp_path: Path, command: Command) -> None:
     begin, out = ("export-model", world.teacher, "--max-length", 32), ("--out", tmp_path / "out")
     command.fails(*begin, *out, code=2, says="one of --onnx and --openvino")
@@ -229,6 +283,9 @@ def test_misuse_is_one_line(world: World, tmp_path: Path, command: Command) -> N
     few = tmp_path / "few.txt"
     few.write_text("ba be\n\nbi bo\n")
     command.fails(*begin, *out, "--corpus", few, "--onnx", code=2, says="has 2 texts, and at least 16")
+    few.write_text("ba be\n\n" * 40)
+    same = (*begin, *out, "--corpus", few, "--openvino", "--int8")
+    command.fails(*same, code=2, says="only 0 of its texts differ")
     command.fails(*begin, *out, *text, "--onnx", "--max-length", 64, code=2, says="--max-length 64")
     command.fails(*begin, "--out", world.corpus, *text, "--onnx", code=2, says="exists")
     command.fails("export-model", tmp_path, *out, *text, "--onnx", code=1, says="neither a model nor a run")

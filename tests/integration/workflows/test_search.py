@@ -73,7 +73,7 @@ def test_the_best_of_what_fits_is_trained_to_the_end(cache: Path, tmp_path: Path
     assert result["winner"] == next(iter(rounds[-1]["losses"]))
     student = AutoModel.from_pretrained(result["student"])
     assert student.num_parameters() <= budget
-    again = found(command, cache, tmp_path / "out", "--max-parameters", budget)
+    again = found(command, cache, tmp_path / "out", "--max-parameters", budget, "--max-hours", 9)
     assert again["rounds"] == rounds
     begin = ("search", cache, "--out", tmp_path / "out", *SHAPES, *TRAINED, "--max-parameters")
     code, printed, err = command(*begin, budget)
@@ -129,11 +129,20 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     line = command.fails(*begin, "--max-latency-ms", 1e-6, code=2, says="no shape is within the budget")
     assert "The nearest is" in line
     few = ("--max-parameters", "1M", "--every", "--keep", 0.1, "--steps", 2)
-    command.fails(*begin, *few, code=2, says="2 steps are too few for")
+    command.fails(*begin, *few, code=2, says="--steps: 2 are too few for")
     command.fails(*begin, "--max-bytes", 10, code=2, says="no shape is within the budget")
     command.fails(*begin, "--speedup", 1, "--layers", "two", code=2, says="--layers two")
     command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
-    command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="--init names one model")
+    command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
+    command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocab goes with train")
+    other = save_teacher(tmp_path / "other")
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"ba"', '"baba"'))
+    donor = ("--speedup", 1, "--init", "slice", "--init-teacher", other)
+    command.fails(*begin, *donor, code=2, says="has another tokenizer than this cache")
+    wrong = [word if word != "embedding" else "minilm" for word in begin]
+    command.fails(*wrong, "--speedup", 1, code=2, says="--objective minilm needs")
+    command.fails(*begin[:2], "--out", cache / "manifest.json", "--speedup", 1, code=2, says="is a file")
     command.fails(*begin, "--speedup", 1, "--runtime", "tflite", code=2, says="--runtime")
     command.fails(*begin, "--speedup", 1, "--pass-length", 500, code=2, says="--pass-length 500")
     assert not (tmp_path / "out").exists()
