@@ -6,7 +6,8 @@
 articles, each with its paragraph and one that `mini` found near. It scores these and further negatives, and
 students learn the scores. All are measured on questions of the other articles: cross-encoders rank the
 nearest paragraphs that `mini` finds, bi-encoders find their own. Some students begin with a slice, and some
-with students of `mini`'s vectors of English Wikipedia, which are measured, too. One seed.
+with students of `mini`'s vectors of English Wikipedia, which are measured, too, or of the teacher's
+relations over the pairs. One seed.
 """
 
 import argparse
@@ -66,6 +67,10 @@ BI: Final[dict[str, dict[str, Any]]] = {
 }
 """Settings of the training of bi-encoders: of `mini`'s vectors, of scores from a slice, and of both."""
 VECTORS: Final = {**_SLICE, "objective": "embedding", "steps": 1000, "batch_size": 64, "lr": 5e-4}
+RELATIONS: Final = {**_RECIPE, "objective": "minilm", "steps": 600, "lr": 1e-3}
+AFTER_RELATIONS: Final = {**_RECIPE, "objective": "listwise", "steps": 600, "lr": 5e-4}
+"""Settings of cross-encoders that learn the teacher's relations over the pairs, and then its scores."""
+_LAST: Final = "listwise, from relations"
 VECTOR_TOKENS: Final = 2_000_000
 """Tokens of text whose vectors students learn."""
 
@@ -87,11 +92,15 @@ def main() -> None:
         dumped = {"teacher": str(teacher), "corpus": str(groups), "pair_columns": "query,positive+negative"}
         config = validated(DumpConfig, {**dumped, "for": "listwise", "max_length": MAX_LENGTH})
         dump_cache(config, out=cache, session=session)
-    for name in given.only or ["teacher", *CROSS, *BI]:
+    for name in given.only or ["teacher", *CROSS, *BI, _LAST]:
         folders = {"teacher": teacher}
         if name == "vectors":
             folders = {
                 f"{arch} {name}": _of_vectors(given.data, home, session).student_path(arch) for arch in _ARCHS
+            }
+        elif name == _LAST:
+            folders = {
+                f"{arch} {name}": _after_relations(arch, teacher, groups, session=session) for arch in _ARCHS
             }
         elif name in CROSS or name in BI:
             settings = {**(CROSS | BI)[name]}
@@ -102,6 +111,20 @@ def main() -> None:
             run = train_students(validated(TrainConfig, settings), cache, out=home / name, session=session)
             folders = {f"{arch} {name}": run.student_path(arch) for arch in settings["arch"]}
         _measure(folders, home, session, retrieves=name in BI)
+
+
+def _after_relations(arch: str, teacher: Path, groups: Path, *, session: Session) -> Path:
+    """Return a student of the teacher's relations over the pairs, and then of its scores, from one cache."""
+    cache = groups.with_name("relations.cache")
+    if not (cache / "manifest.json").exists():
+        dumped = {"teacher": str(teacher), "corpus": str(groups), "pair_columns": "query,positive+negative"}
+        config = validated(DumpConfig, {**dumped, "for": ("minilm", "listwise"), "max_length": MAX_LENGTH})
+        dump_cache(config, out=cache, session=session)
+    first = validated(TrainConfig, {**RELATIONS, "arch": (arch,)})
+    begun = train_students(first, cache, out=groups.with_name(f"relations-{arch}"), session=session)
+    then = validated(TrainConfig, {**AFTER_RELATIONS, "arch": (arch,), "init": str(begun.path)})
+    out = groups.with_name(f"after-relations-{arch}")
+    return train_students(then, cache, out=out, session=session).student_path(arch)
 
 
 def _of_vectors(data: Path, home: Path, session: Session) -> TrainResult:

@@ -201,9 +201,10 @@ def _reranker(name: str) -> str:
     if objective == "vectors":
         return f"`{arch}`, bi-encoder, `embedding` (`mini`'s vectors)"
     kind = "bi-encoder" if objective.startswith("margin-mse") else "cross-encoder"
-    objective, _, begun = objective.partition(", ")
+    objective, _, begun = objective.partition(", from ")
     if begun:
-        return f"`{arch}`, {kind}, `{objective}` after `embedding`"
+        first = {"vectors": "embedding", "relations": "minilm"}[begun]
+        return f"`{arch}`, {kind}, `{objective}` after `{first}`"
     return f"`{arch}`, {kind}, `{objective}`"
 
 

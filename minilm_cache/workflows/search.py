@@ -275,8 +275,8 @@ class _Space:
         begun = initial_weights(config, self.cache, shapes=shapes, head=objective.head, home=home)
         if begun.tokens is not None:
             raise InvalidConfigError(
-                f"--init-teacher {config.init_teacher} has another tokenizer than this cache, and the rounds "
-                "of a search go on from each other's weights. Search without it, or train the shapes yourself."
+                f"--init-teacher {config.init_teacher} has another tokenizer than this cache, and rounds "
+                "of a search go on from each other's weights. Search without it, or train shapes yourself."
             )
 
     @property

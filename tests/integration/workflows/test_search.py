@@ -135,13 +135,13 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
     command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocab goes with train")
-    other = save_teacher(tmp_path / "other")
+    other = save_teacher(tmp_path / "other", seed=3)
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"ba"', '"baba"'))
     donor = ("--speedup", 1, "--init", "slice", "--init-teacher", other)
     command.fails(*begin, *donor, code=2, says="has another tokenizer than this cache")
-    wrong = [word if word != "embedding" else "minilm" for word in begin]
-    command.fails(*wrong, "--speedup", 1, code=2, says="--objective minilm needs")
+    wrong = [word if word != "embedding" else "ranknet" for word in begin]
+    command.fails(*wrong, "--speedup", 1, code=2, says="--objective ranknet needs scores of pairs")
     command.fails(*begin[:2], "--out", cache / "manifest.json", "--speedup", 1, code=2, says="is a file")
     command.fails(*begin, "--speedup", 1, "--runtime", "tflite", code=2, says="--runtime")
     command.fails(*begin, "--speedup", 1, "--pass-length", 500, code=2, says="--pass-length 500")
