@@ -48,6 +48,7 @@ from benchmarks.tables.students import (
     reranker_peer,
     rerankers,
     scores,
+    shapes,
     students,
     task_stages,
 )
@@ -75,6 +76,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "pair_scores": pair_scores,
     "rerankers": rerankers,
     "exported_models": exported_models,
+    "shapes": shapes,
     "reranker_peer": reranker_peer,
     "task_stages": task_stages,
     "objective_bytes": objective_bytes,

@@ -240,6 +240,26 @@ def exported_models() -> str:
     return table_of(heads, rows)
 
 
+def shapes() -> str:
+    """Return how well an early loss, and weights alone, rank shapes."""
+    result = read("shapes")
+    rows = [
+        [
+            "held-out loss after a tenth of the steps",
+            "held-out loss at the end",
+            f"{result['tau_by_share']['0.1']:.2f}",
+        ],
+        [
+            "held-out loss after three tenths",
+            "held-out loss at the end",
+            f"{result['tau_by_share']['0.3']:.2f}",
+        ],
+        ["number of weights", "held-out loss at the end", f"{result['tau_weights_loss']:.2f}"],
+        ["held-out loss at the end", "STS-B", f"{result['tau_loss_stsb']:.2f}"],
+    ]
+    return table_of(["order by", "and by", "Kendall's tau"], rows)
+
+
 def reranker_peer() -> str:
     """Return what the same student costs and is worth by sentence-transformers."""
     rows = [
