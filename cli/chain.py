@@ -93,8 +93,7 @@ def chain(
 
     Example: minilm-cache chain --task sst2 --data glue --teacher FINE-TUNED --arch 3x384
     """
-    check_engine(engine, gpus_per_task)
-    _refuse_missing([*given.get("assistants", ()), *recipe.get("arch", ())], dump, document)
+    _refuse_missing(given, dump, [*given.get("assistants", ()), *recipe.get("arch", ())], document=document)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
@@ -104,6 +103,7 @@ def chain(
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
+    check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
@@ -125,9 +125,11 @@ def chain(
         _show(result, json=json)
 
 
-def _refuse_missing(arch: Sequence[str], dump: Given, document: Path | None) -> None:
-    teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
-    refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
+def _refuse_missing(given: Given, dump: Given, arch: Sequence[str], *, document: Path | None) -> None:
+    """Raise the error of the first thing that is not there; a task stage says itself what it does not take."""
+    if not TaskStageConfig.model_fields.keys() & given.keys():
+        teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
+        refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:

@@ -134,7 +134,7 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """
     config = validated(TruncateConfig, given)
-    refuse_missing(teacher=config.teacher, revision=config.revision, out=out)
+    refuse_missing(teacher=config.teacher, revision=config.revision)
     from minilm_cache.models.truncate import truncate as run_truncate  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

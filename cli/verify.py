@@ -25,7 +25,8 @@ def verify(given: Given, *, cache: CacheArgument = None, json: JsonOption = Fals
     Example: minilm-cache verify --full notes.cache
     """
     config = validated(VerifyConfig, given)
-    refuse_missing(cache=cache, teacher=config.teacher)
+    is_there = cache is not None and cache.exists()  # a cache without its manifest is damaged
+    refuse_missing(cache=None if is_there else cache, teacher=config.teacher)
 
     from minilm_cache.workflows.verify import verify_cache  # noqa: PLC0415 - importing it takes seconds
 

@@ -89,6 +89,8 @@ def test_commands_do_what_the_page_says(
         if any(word.endswith("/NAME") for word in given):
             (cache,) = json.loads(command("ls", store, "--json")[1])["caches"]
             given = [cache["url"] if word.endswith("/NAME") else word for word in given]
+        if given[0] == "export-model":
+            given += ["--texts", "16"]
         if given[0] == "search":
             given[given.index("--steps") + 1] = "9"
         if given[0] == "train":
