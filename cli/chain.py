@@ -126,7 +126,7 @@ def chain(
 
 
 def _refuse_missing(given: Given, dump: Given, arch: Sequence[str], *, document: Path | None) -> None:
-    """Raise the error of the first thing that is not there; a task stage says itself what it does not take."""
+    """Raise the error of the first thing that is not there; a task stage checks its own options."""
     if not TaskStageConfig.model_fields.keys() & given.keys():
         teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
         refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
