@@ -259,7 +259,7 @@ def test_no_file_reads_beyond_its_positions(world: World, tmp_path: Path, comman
 
 
 def test_a_file_that_cannot_be_run_is_one_line(world: World, tmp_path: Path, command: Command) -> None:
-    """Of another size than it is asked for, or damaged."""
+    """A file of fixed sizes, and one that is damaged."""
     export(command, world.teacher, tmp_path / "out", "--onnx", corpus=world.corpus)
     file = tmp_path / "out/onnx/model.onnx"
     model = onnx.load(file)
