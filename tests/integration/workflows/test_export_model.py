@@ -61,7 +61,7 @@ def run_alone(folder: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
     return np.asarray(model({name: arrays[name] for name in names})[0])
 
 
-@pytest.mark.parametrize("form", FORMS[::3], ids=" ".join)
+@pytest.mark.parametrize("form", FORMS, ids=" ".join)
 def test_files_answer_as_the_model_does(
     world: World, tmp_path: Path, command: Command, form: tuple[str, ...]
 ) -> None:
