@@ -122,6 +122,11 @@ def print_json(document: object) -> None:
     print(json.dumps(document))  # noqa: T201 - stdout is where results go
 
 
+def print_text(text: str) -> None:
+    """Print a text that a model generated on a line of its own."""
+    print(_printable(text))  # noqa: T201 - stdout is where results go
+
+
 def print_pairs(pairs: dict[str, object]) -> None:
     """Print names and values, one pair per line; long values are not wrapped."""
     shown = {_printable(name): value for name, value in pairs.items()}

@@ -18,6 +18,7 @@ from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.environment import settle_process
 from minilm_cache.cli.evaluate import embeddings, evaluate, speed
+from minilm_cache.cli.generate import generate
 from minilm_cache.cli.info import info, report
 from minilm_cache.cli.listing import ls, rm
 from minilm_cache.cli.models import augment, cut, export_model, head, tokenize, trim, truncate
@@ -59,6 +60,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
         embeddings,
         mine,
         rerank,
+        generate,
         export,
         import_file,
         head,

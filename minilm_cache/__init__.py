@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from minilm_cache.cache import Cache, CachedSequence, open_cache
     from minilm_cache.dump.config import DumpConfig
     from minilm_cache.dump.run import DumpResult, dump_cache
+    from minilm_cache.models.generation import TextGenerator
     from minilm_cache.report.runs import Student, TrainedRun
     from minilm_cache.report.tables import students_table
     from minilm_cache.session import Session
@@ -33,6 +34,7 @@ _HOMES = {
     "SliceConfig": "settings",
     "SliceResult": "slicing.run",
     "Student": "report.runs",
+    "TextGenerator": "models.generation",
     "TrainConfig": "train.config",
     "TrainResult": "train.run",
     "TrainedRun": "report.runs",
@@ -52,6 +54,7 @@ __all__ = [
     "SliceConfig",
     "SliceResult",
     "Student",
+    "TextGenerator",
     "TrainConfig",
     "TrainResult",
     "TrainedRun",

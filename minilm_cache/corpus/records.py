@@ -132,6 +132,18 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping
         yield from reader[file.suffix](file, columns)
 
 
+def columns_of(file: Path) -> list[str]:
+    """Return the names of the columns of a file, of .jsonl those of its first record.
+
+    Raises:
+        CorpusError: the file is empty or broken.
+    """
+    refuse_other_content(file)
+    reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}
+    with _text_errors(file):
+        return list(reader[file.suffix](file, None, None))
+
+
 def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     known: Sequence[str] = ()
     for number, (where, row) in enumerate(_objects(file, *columns)):

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.order import held_out_target, ordered
 from minilm_cache.corpus.tokens import Tokens
-from minilm_cache.errors import TeacherError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.storage_schema.identity import Packing, PairTemplate
@@ -206,18 +205,3 @@ class Masker:
         read[taken[draws < _MASKED]] = self.masking.mask_token
         is_replaced = (draws >= _MASKED) & (draws < _MASKED + _RANDOM)
         read[taken[is_replaced]] = replacements[is_replaced]
-
-
-def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the token that replaces masked tokens.
-
-    Raises:
-        TeacherError: the tokenizer has no such token.
-    """
-    token = tokenizer.mask_token_id
-    if not isinstance(token, int):
-        raise TeacherError(
-            f"the tokenizer of {tokenizer.name_or_path} has no mask_token, which soft labels need. Set it "
-            "and save the tokenizer again, or leave out --labels."
-        )
-    return token

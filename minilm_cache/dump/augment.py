@@ -25,12 +25,11 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
-from minilm_cache.corpus.sequences import mask_token
 from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model, load_tokenizer
+from minilm_cache.models.load import load_model, load_tokenizer, mask_token
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length

@@ -8,7 +8,7 @@ from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.records import Roles
-from minilm_cache.corpus.sequences import SHARE, SequenceTable, mask_token
+from minilm_cache.corpus.sequences import SHARE, SequenceTable
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.dump.config import (
     DEFAULT_K,
@@ -21,6 +21,7 @@ from minilm_cache.dump.config import (
     ImportConfig,
 )
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.load import mask_token
 from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.signals.table import own_signal

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.formats import lines_hint
-from minilm_cache.corpus.sequences import SHARE, Masker, SequenceTable, mask_token
+from minilm_cache.corpus.sequences import SHARE, Masker, SequenceTable
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, load_weights
+from minilm_cache.models.load import load_tokenizer, load_weights, mask_token
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length

@@ -10,9 +10,11 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.settings import TrialRecord
-from minilm_cache.evaluate.tasks import TASKS, SpanTask
+from minilm_cache.evaluate.tasks import TASKS
+from minilm_cache.evaluate.texts import TextKind
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 
 
@@ -200,7 +202,7 @@ def _results(summary: Summary) -> list[EvalResult]:
     places = {name: (None, name) if task is None else task.place(name) for name in summary.scores}
     return [
         EvalResult(
-            task_type="question-answering" if isinstance(task, SpanTask) else "text-classification",
+            task_type=(TextKind if task is None else kind_of(task)).card_type,
             dataset_type=summary.task if task is None else task.hub,
             dataset_name=_dataset(summary),
             dataset_config=places[name][0],

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
-from minilm_cache.evaluate.files import data_source
-from minilm_cache.evaluate.glue import Source, read_dev
+from minilm_cache.evaluate.files import Source, data_source
+from minilm_cache.evaluate.glue import read_dev
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import EmbeddingsConfig
@@ -228,7 +228,7 @@ def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[Te
     assert isinstance(task, TextTask)
     assert config.data is not None, "it is measured only where it is given"
     folder, hub = data_source(config.data)
-    source = Source(folder=folder, hub=hub, unlabelled=False, note=note)
+    source = Source(folder=folder, hub=hub, tests=False, note=note)
     return sample_examples(read_dev(task, source), config.max_pairs)
 
 

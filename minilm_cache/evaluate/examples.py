@@ -33,8 +33,17 @@ class SpanExample:
     """Start of each answer in the context, in characters, and its text. Empty means that it has none."""
 
 
-Example = TextExample | SpanExample
-E = TypeVar("E", TextExample, SpanExample)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationExample:
+    """A text, and the one that is to be generated from it."""
+
+    source: tuple[str, ...]
+    """The text, or a passage and an answer whose question is generated."""
+    target: str
+
+
+Example = TextExample | SpanExample | GenerationExample
+E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +92,10 @@ class Track(Generic[E]):
                 yield from map(repr, examples)
 
 
-def is_labelled(examples: Sequence[Example]) -> bool:
-    """Return whether the labels of a set are published; SQuAD's and MLQA's sets all are."""
+def is_labelled(examples: Sequence[object]) -> bool:
+    """Return whether the labels of a set are published; those of spans and of generated texts all are."""
     first = examples[0]
-    return isinstance(first, SpanExample) or first.label is not None
+    return not isinstance(first, TextExample) or first.label is not None
 
 
 def sample_examples(examples: Sequence[T], most: int | None) -> Sequence[T]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,20 @@ _ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
 """Largest share of a training set's rows that may lack columns and are left out. QQP has a few of them."""
 _LOADING_ERRORS: Final = (DatasetsError, OSError, ValueError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the data of a task are, and which of them to read."""
+
+    folder: Path | None
+    """Folder in the official layout, or one that holds it under the task's name. None means the hub."""
+    hub: str | None
+    """Repository on the hub, with the same columns as the usual one. None means the usual one."""
+    tests: bool
+    """Whether to read test sets, too, that are read only where they are asked for."""
+    note: Callable[[str], None]
+    """Shows a message to the user."""
 
 
 def data_source(data: str) -> tuple[Path | None, str | None]:
@@ -69,6 +84,25 @@ def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
         raise CorpusError(
             f"cannot read {where} as JSON: {first_line(error)}. Fetch the file again."
         ) from error
+
+
+def read_text(value: object, where: str) -> str:
+    """Return a value after checking that it is a text that can be written as UTF-8.
+
+    Args:
+        value: value of a file.
+        where: place of the value, for the error message.
+
+    Raises:
+        CorpusError: it is not such a text.
+    """
+    try:
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. Fetch the file again.")
 
 
 def read_table(

@@ -2,16 +2,12 @@
 
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import (
-    DataCollatorWithPadding,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
@@ -23,19 +19,9 @@ from transformers import (
 
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.examples import Track
-from minilm_cache.evaluate.features import (
-    Features,
-    SpanAnswer,
-    Windows,
-    span_answers,
-    span_features,
-    text_features,
-)
+from minilm_cache.evaluate.kind import Kind, Predictions
 from minilm_cache.evaluate.settings import TrialIdentity
-from minilm_cache.evaluate.tasks import SpanTask, Task
-from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.exported import ExportedModel
 from minilm_cache.session import Session
 
 _WARMUP = 0.1
@@ -44,17 +30,14 @@ _WEIGHT_DECAY = 0.01
 """Weight decay of AdamW, as for BERT (Devlin et al. 2019, arXiv 1810.04805, appendix A)."""
 _SCORING_BATCH = 64
 
-Predictions = npt.NDArray[np.float64] | Mapping[str, SpanAnswer]
-"""A model's predictions of one set: classes or values on a scale, `(examples,)`, or answers by identifier."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """A fine-tuned model and its predictions."""
 
-    model: PreTrainedModel | PooledClassifier | ExportedModel
+    model: nn.Module
     predictions: dict[str, Predictions] | None
-    """Predictions by set. None means that the training diverged: some logits are NaN or infinite."""
+    """Predictions by set. None means that the training diverged."""
     train_s: float
     """Seconds of training, without predictions."""
 
@@ -86,14 +69,14 @@ class _Callback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._advance(self._batch_size)
+        self.advance(self._batch_size)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._advance(_SCORING_BATCH)
+        self.advance(_SCORING_BATCH)
 
-    def _advance(self, amount: int) -> None:
+    def advance(self, amount: int) -> None:
         """Show a batch; the last one of a set may be smaller."""
         self._watcher.session.progress.advance(min(amount, self._left))
         self._left -= min(amount, self._left)
@@ -121,10 +104,10 @@ def check_device(name: str | None) -> torch.device:
 
 
 def fine_tune(
-    model: PreTrainedModel | PooledClassifier | ExportedModel,
+    model: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    task: Task,
+    kind: Kind[Any, Any],
     track: Track[Any],
     identity: TrialIdentity,
     device: torch.device,
@@ -135,7 +118,7 @@ def fine_tune(
     Args:
         model: model with a head for the task. Its weights are changed.
         tokenizer: tokenizer of the model.
-        task: task of the track.
+        kind: kind of the track's task.
         track: training set, and the sets that are predicted.
         identity: learning rate, epochs (0 leaves the model as it is), batch size, seed and precision.
         device: device from `check_device`.
@@ -144,20 +127,19 @@ def fine_tune(
     Raises:
         InterruptedRunError: a stop was requested.
     """
-    encoded_sets = {
-        name: _EncodedSet.of(examples, tokenizer, task) for name, examples in track.sets().items()
-    }
-    features = _EncodedSet.of(track.train, tokenizer, task).features if identity.epochs else []
+    encoded_sets = {name: kind.encode(examples, tokenizer) for name, examples in track.sets().items()}
+    features = kind.encode(track.train, tokenizer).features if identity.epochs else []
     num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
     total = len(features) * identity.epochs + num_scored
     watcher.session.progress.start(watcher.title, total, "sequences")
     with tempfile.TemporaryDirectory() as scratch:
+        callback = _Callback(watcher, identity.batch_size, total)
         trainer: Any = Trainer(  # Any: the Trainer accepts lists, its type hints do not
             model=model,
             args=_arguments(identity, scratch, device),
             train_dataset=features,
-            data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Callback(watcher, identity.batch_size, total)],
+            data_collator=kind.collator(tokenizer),
+            callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
@@ -165,8 +147,7 @@ def fine_tune(
             trainer.train()
         train_s = time.perf_counter() - began
         predictions = {
-            name: _predictions(task, encoded, _logits(trainer, encoded.features))
-            for name, encoded in encoded_sets.items()
+            name: kind.predict(trainer, encoded, callback.advance) for name, encoded in encoded_sets.items()
         }
     finite = {name: predicted for name, predicted in predictions.items() if predicted is not None}
     return Tuned(model, finite if len(finite) == len(predictions) else None, train_s)
@@ -188,51 +169,6 @@ def _arguments(identity: TrialIdentity, scratch: str, device: torch.device) -> T
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        remove_unused_columns=False,
         dataloader_pin_memory=device.type == "cuda",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedSet:
-    """A set and the model inputs of its examples."""
-
-    examples: Any
-    """Examples of the task: all TextExample, or all SpanExample."""
-    features: Features
-    windows: Windows | None
-    """Windows of a task of spans. None means a task of texts."""
-
-    @classmethod
-    def of(cls, examples: Any, tokenizer: PreTrainedTokenizerFast, task: Task) -> "_EncodedSet":  # noqa: ANN401
-        if isinstance(task, SpanTask):
-            windows = span_features(examples, tokenizer, task)
-            return cls(examples, windows.features, windows)
-        features = text_features(examples, tokenizer, task.max_length, regression=task.is_regression)
-        return cls(examples, features, None)
-
-
-def _logits(trainer: Any, features: Features) -> list[npt.NDArray[np.float32]]:  # noqa: ANN401
-    """Return a model's logits of sequences, in their order.
-
-    The model gets the sequences in the order of their lengths, so that batches need little padding.
-    """
-    order = np.argsort([len(feature["input_ids"]) for feature in features], kind="stable")
-    output = trainer.predict([features[number] for number in order]).predictions
-    return [logits[np.argsort(order)] for logits in (output if isinstance(output, tuple) else (output,))]
-
-
-def _predictions(
-    task: Task, encoded: _EncodedSet, logits: list[npt.NDArray[np.float32]]
-) -> Predictions | None:
-    """Return a model's predictions of a set. None means that some logits are NaN or infinite."""
-    if not all(np.isfinite(part).all() for part in logits):
-        return None
-    if isinstance(task, SpanTask):
-        assert encoded.windows is not None
-        unanswerable = task.has_unanswerable
-        starts, ends = logits
-        return span_answers(
-            encoded.examples, encoded.windows, starts=starts, ends=ends, has_unanswerable=unanswerable
-        )
-    predicted = logits[0][:, 0] if task.is_regression else logits[0].argmax(-1)
-    return np.asarray(predicted, np.float64)

@@ -1,14 +1,21 @@
 """Read examples of GLUE and XNLI from a folder in the official layout, or from the hub."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
-from minilm_cache.evaluate.files import Columns, find_file, load_hub, read_lines, read_table
+from minilm_cache.evaluate.files import (
+    Columns,
+    Source,
+    find_file,
+    load_hub,
+    read_lines,
+    read_table,
+    read_text,
+)
 from minilm_cache.evaluate.tasks import SetFile, TextTask, task_folder
 
 _ENGLISH: Final = "en"
@@ -19,20 +26,6 @@ _XNLI_SPLITS: Final = {"dev": "validation", "test": "test"}
 
 Sets = dict[str, list[TextExample]]
 """Examples by set or by language."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the data of a task are, and which of them to read."""
-
-    folder: Path | None
-    """Folder in the official layout, or one that holds it under the task's name. None means the hub."""
-    hub: str | None
-    """Repository on the hub, with the same columns as the usual one. None means the usual one."""
-    unlabelled: bool
-    """Whether to read test sets whose labels are not published, too."""
-    note: Callable[[str], None]
-    """Shows a message to the user."""
 
 
 def read_text_task(task: TextTask, source: Source) -> list[Track[TextExample]]:
@@ -49,7 +42,7 @@ def read_text_task(task: TextTask, source: Source) -> list[Track[TextExample]]:
         trains, scored = _xnli_hub(task, source) if source.folder is None else _xnli_folder(task, source)
         return _tracks_by_language(task, trains, scored)
 
-    tests = task.test if source.unlabelled else ()
+    tests = task.test if source.tests else ()
     return [
         Track(
             name="",
@@ -146,25 +139,6 @@ def _examples(
     return examples
 
 
-def read_text(value: object, where: str) -> str:
-    """Return a value after checking that it is a text that can be written as UTF-8.
-
-    Args:
-        value: value of a file.
-        where: place of the value, for the error message.
-
-    Raises:
-        CorpusError: it is not such a text.
-    """
-    try:
-        if isinstance(value, str):
-            value.encode()
-            return value
-    except UnicodeEncodeError:
-        pass
-    raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. Fetch the file again.")
-
-
 def _label(task: TextTask, label: object, where: str) -> float:
     if not task.is_regression:
         word = str(label)
@@ -192,7 +166,7 @@ def _xnli_folder(task: TextTask, source: Source) -> tuple[Sets, Sets]:
         f"{name}-{language}": examples
         for name in ("dev", "test")
         for language, examples in _by_language(task, folder, name).items()
-        if source.unlabelled or is_labelled(examples)
+        if source.tests or is_labelled(examples)
     }
     if not trains or not any(name.startswith("dev-") for name in scored):
         raise CorpusError(

@@ -1,22 +1,19 @@
 """Predictions and metrics of downstream tasks, times 100 as in papers."""
 
-import json
 import re
 import string
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import mean
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.evaluate.examples import SpanExample, Track
-from minilm_cache.evaluate.finetune import Predictions
-from minilm_cache.evaluate.tasks import Metric, SpanTask, Task, TextTask
+from minilm_cache.evaluate.examples import SpanExample
+from minilm_cache.evaluate.kind import Scores
+from minilm_cache.evaluate.tasks import Metric
 
 try:
     from scipy.stats import pearsonr, spearmanr
@@ -26,9 +23,6 @@ except ModuleNotFoundError as error:
     raise InvalidConfigError(
         f"evaluate needs {error.name}, which is not installed: pip install 'minilm-cache[eval]'."
     ) from error
-
-Scores = dict[str, float]
-"""Scores by metric, times 100."""
 
 _PUNCTUATION: Final = dict.fromkeys(
     code
@@ -148,69 +142,3 @@ def words_of(text: str, language: str) -> list[str]:
     if language == "zh":
         plain = _IDEOGRAPH.sub(r" \1 ", plain)
     return plain.split()
-
-
-def headline(scores: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the score that settings are chosen by: the mean over sets of the mean of their metrics.
-
-    For tasks of spans only F1 counts.
-
-    Args:
-        scores: scores of the dev sets, by set and metric.
-    """
-    return mean(
-        scores[name]["f1"] if "exact match" in scores[name] else mean(scores[name].values())
-        for name in scores
-    )
-
-
-def predictions_file(task: Task, set_name: str) -> str:
-    """Return the name of the file for the predictions of a set."""
-    return f"{set_name}.json" if isinstance(task, SpanTask) else task.submission(set_name)
-
-
-def write_predictions(
-    folder: Path, task: Task, *, track: Track[Any], predictions: Mapping[str, Predictions]
-) -> None:
-    """Write a model's predictions of each set.
-
-    GLUE: `index` and `prediction`, tab-separated, in files with the server's names, also for dev sets. XNLI:
-    one label per line (XTREME). SQuAD and MLQA: a JSON object of answers by identifier. Where questions may
-    have no answer, a second file has the probability of that, for `evaluate-v2.0.py --na-prob-file`.
-
-    Args:
-        folder: existing folder to write to.
-        task: task of the predictions.
-        track: track whose sets were predicted.
-        predictions: predictions by set.
-    """
-    for name, predicted in predictions.items():
-        file = folder / predictions_file(task, name)
-        if isinstance(task, SpanTask):
-            assert isinstance(predicted, Mapping)
-            _write_json(file, {key: answer.text for key, answer in predicted.items()})
-            if task.has_unanswerable:
-                no_answer = {key: answer.no_answer for key, answer in predicted.items()}
-                _write_json(folder / f"{name}.na_prob.json", no_answer)
-        else:
-            words = _words(task, np.asarray(predicted))
-            indices = [example.index for example in track.sets()[name]]
-            lines = words if task.languages != "one" else _with_index(indices, words)
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _words(task: TextTask, predicted: np.ndarray) -> list[str]:
-    """Return predictions as text: names of classes, or values within the scale."""
-    if task.is_regression:
-        least, most = task.scale or (-np.inf, np.inf)
-        return [f"{value:.3f}" for value in np.clip(predicted, least, most)]
-    return [task.labels[int(value)] for value in predicted]
-
-
-def _with_index(indices: list[str], words: list[str]) -> list[str]:
-    pairs = zip(indices, words, strict=True)
-    return ["index\tprediction", *(f"{index}\t{word}" for index, word in pairs)]
-
-
-def _write_json(file: Path, document: Mapping[str, object]) -> None:
-    file.write_text(json.dumps(document, ensure_ascii=False, indent=0), encoding="utf-8")

@@ -1,19 +1,14 @@
 """Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
-from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
 from minilm_cache.models.exported import (
     ExportedModel,
     Runtime,
@@ -141,86 +136,29 @@ class Evaluated:
             check_positions(model, model.config, name=self.name, ids=ids, option=option)
         return tokenizer
 
-    def load(self, task: Task, seed: int) -> PreTrainedModel | PooledClassifier:
-        """Return the model with a head for a task; weights that the folder lacks are drawn by the seed.
 
-        A head for sequences reads the vector that the folder pools, or else what the model's family reads,
-        which mostly is the first token.
+def load_with_head(
+    model: Evaluated, head: TaskHead, seed: int, *, labels: Sequence[str] | None = None
+) -> PreTrainedModel:
+    """Return a model with a head; weights that its folder lacks are drawn by the seed.
 
-        Raises:
-            TeacherError: the folder has no model that can be loaded.
-        """
-        set_seed(seed)
-        if self.pools and isinstance(task, TextTask):
-            return PooledClassifier.begin(
-                self.folder, task.labels, max_length=task.max_length, untrained=self.untrained
-            )
-        head: TaskHead = "spans" if isinstance(task, SpanTask) else "sequences"
-        labels = None if isinstance(task, SpanTask) else task.labels
-        model = load_for_task(self.folder, head, labels)
-        if not self.untrained:
-            return model
-        set_seed(seed)
-        drawn = draw_weights(model.config, head, attention="sdpa")
-        drawn.eval()
-        return drawn
+    Args:
+        model: model to load.
+        head: what the head scores.
+        seed: seed of the drawn weights, and of dropout after that.
+        labels: labels of sequences, in the order of their numbers. None means another head.
 
-    def load_as_is(self, task: Task) -> PreTrainedModel | PooledClassifier | ExportedModel:
-        """Return a classifier with the head that it has, whose classes are put into the order of the task's.
-
-        Raises:
-            InvalidConfigError: it has no such head, or other classes than the task.
-        """
-        assert isinstance(task, TextTask)
-        config = read_config(self.folder)
-        named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
-        names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
-        head = load_pooled_head(self.folder)
-        if head is None and not is_classifier(config):
-            raise InvalidConfigError(
-                f"--as-is: {self.name} is no classifier ({', '.join(config.architectures or ('unknown',))}). "
-                "Leave it out to fine-tune the model."
-            )
-        order = _class_order(names, task.labels)
-        if order is None:
-            wanted = ", ".join(task.labels) or "one value"
-            raise InvalidConfigError(
-                f"--as-is: {self.name} answers with {', '.join(names)}, and {task.title} is about {wanted}."
-            )
-        model = (
-            load_to_run(self.folder, "sequences")
-            if head is None
-            else PooledClassifier(SentenceEncoder.load(self.folder), task.max_length)
-        )
-        _reorder(model, order)
-        return model
-
-
-_DRAWN_NAME: Final = re.compile(r"LABEL_\d+")
-
-
-def _class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
-    """Return the number of a model's class for each label of a task. None means that they do not agree.
-
-    Classes without names of their own, as transformers names them, are in the order of the task's.
+    Raises:
+        TeacherError: the folder has no model that can be loaded.
     """
-    if len(names) != max(1, len(labels)):
-        return None
-    if not labels or all(_DRAWN_NAME.fullmatch(name) for name in names):
-        return list(range(len(names)))
-    return [names.index(label) for label in labels] if set(names) == set(labels) else None
-
-
-def _reorder(model: nn.Module, order: Sequence[int]) -> None:
-    """Put the answers of a classifier into another order, by a hook on what it returns."""
-
-    def ordered(_: nn.Module, __: object, output: SequenceClassifierOutput) -> SequenceClassifierOutput:
-        assert output.logits is not None
-        output.logits = output.logits[:, list(order)]
-        return output
-
-    if list(order) != sorted(order):
-        model.register_forward_hook(ordered)
+    set_seed(seed)
+    loaded = load_for_task(model.folder, head, labels)
+    if not model.untrained:
+        return loaded
+    set_seed(seed)
+    drawn = draw_weights(loaded.config, head, attention="sdpa")
+    drawn.eval()
+    return drawn
 
 
 def refuse_run_as_teacher(names: Sequence[str]) -> None:

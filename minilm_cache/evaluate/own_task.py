@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from minilm_cache.corpus.records import read_rows
+from minilm_cache.corpus.records import columns_of, read_rows
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.examples import TextExample, Track
-from minilm_cache.evaluate.glue import read_text
+from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
+from minilm_cache.evaluate.files import read_text
+from minilm_cache.evaluate.generation_data import read_pairs
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.evaluate.tasks import Metric, TextTask
+from minilm_cache.evaluate.tasks import OWN_GENERATION, GenerationTask, Metric, TextTask
 from minilm_cache.wording import printable
 
 _HELD_OUT: Final = 0.1
@@ -24,6 +26,54 @@ Row = tuple[tuple[str, ...], object, str]
 
 
 def read_own_task(
+    file: Path, config: EvaluateConfig, note: Callable[[str], None]
+) -> tuple[TextTask | GenerationTask, list[Track[Any]]]:
+    """Return the task that a file of texts is, and its examples: with labels, or with texts to generate.
+
+    Raises:
+        CorpusError: see `read_labelled` and `read_pairs`.
+    """
+    columns = _generation_columns(file, config)
+    if columns is None:
+        return read_labelled(file, config, note)
+    sources, target = columns
+    note(f"{printable(file.name)}: {target} is generated from {' and '.join(sources)}")
+    return _read_generation(file, config, sources=sources, target=target)
+
+
+def _generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], str] | None:
+    """Return the columns of sources and of texts to generate. None means that the file has labels."""
+    given = [part.strip() for part in config.text_columns.split(",")]
+    if config.target_column is not None:
+        return given, config.target_column
+    fields = type(config).model_fields
+    is_default = all(
+        getattr(config, name) == fields[name].default for name in ("text_columns", "label_column", "metric")
+    )
+    found = columns_of(file) if is_default and file.is_file() else ()
+    return (["src"], "tgt") if {"src", "tgt"} <= {*found} and "label" not in found else None
+
+
+def _read_generation(
+    file: Path, config: EvaluateConfig, *, sources: Sequence[str], target: str
+) -> tuple[GenerationTask, list[Track[GenerationExample]]]:
+    """Return the task that a file of texts with texts to generate is, and its examples."""
+    train = read_pairs(file, sources, target)
+    if config.dev is not None:
+        dev = read_pairs(config.dev, sources, target)
+    elif config.as_is:
+        dev = train
+    else:
+        known = list(dict.fromkeys(example.source for example in train))
+        held_out = _held_out(known, file)
+        dev = [example for example in train if example.source in held_out]
+        train = [example for example in train if example.source not in held_out]
+    title = printable(file.name)
+    task = replace(OWN_GENERATION, name=title, title=title, sources=tuple(sources), target=target)
+    return task, [Track(name="", train=train, dev={"dev": dev}, test={})]
+
+
+def read_labelled(
     file: Path, config: EvaluateConfig, note: Callable[[str], None]
 ) -> tuple[TextTask, list[Track[TextExample]]]:
     """Return the task that a file of labelled texts is, and its examples.
@@ -100,14 +150,17 @@ def _text(value: object, where: str) -> str:
 
 def _split(rows: Sequence[Row], file: Path) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on, and those that are scored, with all rows of equal texts on one side."""
-    known = list(dict.fromkeys(texts for texts, _, _ in rows))
-    order = np.random.default_rng(0).permutation(len(known))
-    held_out = {known[at] for at in order[: max(1, round(_HELD_OUT * len(known)))]}
+    held_out = _held_out(list(dict.fromkeys(texts for texts, _, _ in rows)), file)
     dev = [row for row in rows if row[0] in held_out]
-    train = [row for row in rows if row[0] not in held_out]
-    if not train:
+    return [row for row in rows if row[0] not in held_out], dev
+
+
+def _held_out(known: Sequence[tuple[str, ...]], file: Path) -> set[tuple[str, ...]]:
+    """Return the texts that are scored, always the same ones."""
+    if len(known) == 1:
         raise CorpusError(f"{file} has one text. Give more, or --dev with others that are scored.")
-    return train, dev
+    order = np.random.default_rng(0).permutation(len(known))
+    return {known[at] for at in order[: max(1, round(_HELD_OUT * len(known)))]}
 
 
 def _value(label: object) -> float:

@@ -3,12 +3,11 @@
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
@@ -16,22 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_card
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
-from minilm_cache.evaluate.files import data_source
-from minilm_cache.evaluate.finetune import Predictions, Tuned, Watcher, check_device, fine_tune
-from minilm_cache.evaluate.glue import Source, read_text_task
-from minilm_cache.evaluate.metrics import (
-    Scores,
-    headline,
-    predictions_file,
-    span_scores,
-    text_scores,
-    write_predictions,
-)
+from minilm_cache.evaluate.files import Source, data_source
+from minilm_cache.evaluate.finetune import Tuned, Watcher, check_device, fine_tune
+from minilm_cache.evaluate.kind import Kind, Scores
+from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_task import read_own_task
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord, is_own_task
-from minilm_cache.evaluate.squad import read_span_task
-from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task, TextTask
+from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.truncate import saving
@@ -63,7 +54,7 @@ class _Trial:
     """A trial of this evaluation, finished or not."""
 
     model: Evaluated
-    task: Task
+    kind: Kind[Any, Any]
     track: Track[Any]
     tokenizer: PreTrainedTokenizerFast
     identity: TrialIdentity
@@ -71,7 +62,7 @@ class _Trial:
 
     def predictions(self, sets: Iterable[str]) -> list[Path]:
         """Return the prediction files of some sets."""
-        return [self.folder / PREDICTIONS / predictions_file(self.task, name) for name in sets]
+        return [self.folder / PREDICTIONS / self.kind.file(name) for name in sets]
 
 
 def evaluate_models(
@@ -104,9 +95,9 @@ def evaluate_models(
     trials = [
         trial
         for name in config.task
-        for task, tracks in [_read(config, name, session)]
+        for kind, tracks in [_read(config, name, session)]
         for model in models
-        for trial in _trials(config, model, task=task, tracks=tracks, out=out)
+        for trial in _trials(config, model, kind=kind, tracks=tracks, out=out)
     ]
     records = []
     for number, trial in enumerate(trials, 1):
@@ -132,18 +123,19 @@ def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
     )
 
 
-def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:
-    """Return a task with the configured length, and its tracks."""
-    task, tracks = _whole_task(config, name, session)
-    task = task if config.max_length is None else task.cut(config.max_length)
+def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any, Any], list[Track[Any]]]:
+    """Return a task with the configured lengths, and its tracks."""
+    whole, tracks = _whole_task(config, name, session)
+    kind = whole.configured(config)
+    task = kind.task
     tracks = [track.subset(config.max_train, config.max_dev) for track in tracks]
-    if config.predict and not any(track.unlabelled() for track in tracks):
+    if config.predict and not any(kind.predicts(track) for track in tracks):
         raise CorpusError(f"--predict: {task.title} has no test set without labels. Leave --predict out.")
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
         session.progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
-    return task, tracks
+    return kind, tracks
 
 
 def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[TextTask, Sequence[TextExample]]:
@@ -158,28 +150,35 @@ def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Text
         CorpusError: the data are missing or damaged.
         InvalidConfigError: the task is about spans, or has several languages.
     """
-    task = TASKS.get(name)
-    if isinstance(task, SpanTask) or (task is not None and task.languages != "one"):
+    known = TASKS.get(name)
+    is_served = isinstance(known, TextTask) and known.languages == "one"
+    kind, tracks = (None, []) if known and not is_served else _whole_task(config, name, session)
+    if kind is None or not isinstance(kind.task, TextTask):
         raise InvalidConfigError(f"--task {name}: take a task of single texts or pairs in one language.")
-    found, (track,) = _whole_task(config, name, session)
-    assert isinstance(found, TextTask)
-    return found, track.train
+    return kind.task, tracks[0].train
 
 
-def _whole_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:
+def _whole_task(
+    config: EvaluateConfig, name: str, session: Session
+) -> tuple[Kind[Any, Any], list[Track[Any]]]:
     if is_own_task(name):
-        return read_own_task(Path(name), config, session.progress.note)
+        task, tracks = read_own_task(Path(name), config, session.progress.note)
+        return kind_of(task), tracks
     assert config.data is not None
-    task, (folder, hub) = TASKS[name], data_source(config.data)
-    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=session.progress.note)
-    if isinstance(task, SpanTask):
-        return task, list(read_span_task(task, source))
-    return task, list(read_text_task(task, source))
+    kind, (folder, hub) = kind_of(TASKS[name]), data_source(config.data)
+    source = Source(folder=folder, hub=hub, tests=config.predict, note=session.progress.note)
+    return kind, kind.read(source)
 
 
 def _trials(
-    config: EvaluateConfig, model: Evaluated, *, task: Task, tracks: Sequence[Track[Any]], out: Path
+    config: EvaluateConfig,
+    model: Evaluated,
+    *,
+    kind: Kind[Any, Any],
+    tracks: Sequence[Track[Any]],
+    out: Path,
 ) -> Iterator[_Trial]:
+    task = kind.task
     tokenizer = model.tokenizer(task.max_length)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     tokenizer_sha256 = canonical_sha256(
@@ -189,8 +188,7 @@ def _trials(
     for track in tracks:
         data_sha256 = track.sha256()
         if task.name not in TASKS:  # of one's own, whose kind, classes and metric are settings
-            assert isinstance(task, TextTask)
-            data_sha256 = canonical_sha256([data_sha256, task.labels, task.metrics])
+            data_sha256 = canonical_sha256([data_sha256, *kind.own_settings()])
         for lr, epochs in config.settings(task):
             for seed in range(config.seeds):
                 identity = TrialIdentity(
@@ -206,10 +204,11 @@ def _trials(
                     seed=seed,
                     max_length=task.max_length,
                     precision=config.precision,
+                    generation=kind.generation,
                 )
                 yield _Trial(
                     model=model,
-                    task=task,
+                    kind=kind,
                     track=track,
                     tokenizer=tokenizer,
                     identity=identity,
@@ -248,22 +247,22 @@ def _run_trial(
     trial: _Trial, config: EvaluateConfig, *, device: torch.device, watcher: Watcher, which: str
 ) -> TrialRecord:
     identity = trial.identity
-    name = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
+    name = f"{trial.kind.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
     watcher = replace(watcher, title=f"{name} ({which})")
-    load = trial.model.load_as_is if config.as_is else partial(trial.model.load, seed=identity.seed)
-    model = load(trial.task)
+    kind = trial.kind
+    model = kind.load_as_is(trial.model) if config.as_is else kind.load(trial.model, identity.seed)
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
         tuned = fine_tune(
             model,
             trial.tokenizer,
-            task=trial.task,
+            kind=kind,
             track=trial.track,
             identity=identity,
             device=device,
             watcher=watcher,
         )
     track = trial.track
-    scores = _scores(trial.task, track, tuned)
+    scores = _scores(kind, track, tuned)
     record = TrialRecord(
         identity=identity,
         model=trial.model.title,
@@ -271,33 +270,20 @@ def _run_trial(
         num_scored={name: len(track.sets()[name]) for name in scores},
         train_s=tuned.train_s,
         scores=scores,
-        headline=headline({name: scores[name] for name in track.dev}) if scores else None,
+        headline=kind.headline({name: scores[name] for name in track.dev}) if scores else None,
         versions=_versions(),
     )
     _write_trial(trial, config, tuned=tuned, record=record)
     return record
 
 
-def _scores(task: Task, track: Track[Any], tuned: Tuned) -> dict[str, Scores]:
+def _scores(kind: Kind[Any, Any], track: Track[Any], tuned: Tuned) -> dict[str, Scores]:
     """Return scores by set and metric. They are empty if the training diverged."""
     if tuned.predictions is None:
         return {}
     sets = track.sets()
     labelled = {name: sets[name] for name in tuned.predictions if is_labelled(sets[name])}
-    return {
-        name: _score(task, name, examples=examples, predicted=tuned.predictions[name])
-        for name, examples in labelled.items()
-    }
-
-
-def _score(task: Task, name: str, *, examples: Sequence[Any], predicted: Predictions) -> Scores:
-    """Return the scores of one set; `predicted` has a model's predictions of it."""
-    if isinstance(task, SpanTask):
-        assert not isinstance(predicted, np.ndarray)
-        language = name.partition("-")[2] if task.by_language else None
-        return span_scores(examples, {key: answer.text for key, answer in predicted.items()}, language)
-    labels = np.asarray([example.label for example in examples], np.float64)
-    return text_scores(task.metrics, np.asarray(predicted), labels)
+    return {name: kind.scores(name, examples, tuned.predictions[name]) for name, examples in labelled.items()}
 
 
 def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record: TrialRecord) -> None:
@@ -309,13 +295,12 @@ def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record:
         if before.is_dir():  # predictions of test sets from an earlier run of the same trial
             shutil.copytree(before, folder / PREDICTIONS, symlinks=True)
         (folder / PREDICTIONS).mkdir(exist_ok=True)
-        write_predictions(
-            folder / PREDICTIONS, trial.task, track=trial.track, predictions=tuned.predictions or {}
-        )
+        for name, predicted in (tuned.predictions or {}).items():
+            examples = trial.track.sets()[name]
+            trial.kind.write(folder / PREDICTIONS, name, examples=examples, predicted=predicted)
         if keeps_model and tuned.predictions is not None:
             assert not isinstance(tuned.model, ExportedModel), "--as-is and --keep-models exclude each other"
-            tuned.model.save_pretrained(folder / MODEL)
-            trial.tokenizer.save_pretrained(folder / MODEL)
+            trial.kind.save(tuned.model, trial.tokenizer, folder / MODEL)
 
 
 @cache

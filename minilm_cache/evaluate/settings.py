@@ -6,7 +6,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.tasks import TASKS, Metric, SpanTask, Task
+from minilm_cache.evaluate.tasks import TASKS, Generation, GenerationTask, Metric, SpanTask, Task
+from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 
@@ -24,13 +25,34 @@ def is_own_task(name: str) -> bool:
     return name not in TASKS and Path(name).suffix in RECORDS
 
 
-class EvaluateConfig(ModelSettings):
+class GenerationOptions(DecodingOptions):
+    """Options of fine-tuning that are about generated texts."""
+
+    group = "Generation"
+    target_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Column of the texts to generate, in a task of your own. None means `tgt` where the file has the columns
+    src and tgt, and otherwise that the task has labels."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of a label's probability that is spread over all tokens. None means 0.1."""
+    target_mask_prob: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a target's tokens that are predicted in a step. None means 1, all of them."""
+
+    @property
+    def generation_given(self) -> str | None:
+        """The first option that was given, as it is typed. None means that none was."""
+        fields = GenerationOptions.model_fields
+        name = next((name for name in fields if getattr(self, name) is not None), None)
+        return None if name is None else f"--{name.replace('_', '-')}"
+
+
+class EvaluateConfig(GenerationOptions, ModelSettings):
     """Settings of an evaluation on downstream tasks."""
 
     group = "Evaluation"
     task: Annotated[tuple[str, ...], Field(min_length=1)]
     """Task: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli, squad, squad2, xnli, xnli-translate-train or
-    mlqa, or a .csv, .tsv, .jsonl or .parquet file of your own labelled texts; may be repeated."""
+    mlqa; squad-qg, xsum, cnndm or gigaword, whose texts are generated; or a .csv, .tsv, .jsonl or .parquet
+    file of your own texts with labels, or with texts to generate; may be repeated."""
     data: str | None = None
     """Folder of the task's published files, or a folder of such folders by the tasks' names. `hf` downloads
     them from the Hugging Face hub, `hf:ID` from another repository there. None means that tasks are files."""
@@ -46,26 +68,30 @@ class EvaluateConfig(ModelSettings):
     grid: Literal["none", "paper"] = "none"
     """Settings to try: one (`none`), or the learning rates and epochs that MiniLM searched over (`paper`)."""
     lr: tuple[Lr, ...] = ()
-    """Peak learning rate; may be repeated. None means 3e-5, and 6e-5 for SQuAD."""
+    """Peak learning rate; may be repeated. None means 3e-5, 6e-5 for SQuAD, and the paper's for generated
+    texts."""
     epochs: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Passes over the training set; may be repeated. None means 3, and 2 for MLQA."""
+    """Passes over the training set; may be repeated. None means 3, 2 for MLQA, and the paper's for generated
+    texts."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Examples per step. None means 32, as in the papers."""
+    """Examples per step. None means 32, and 64 for summaries, as in the papers."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 1
     """Number of trials of each setting, with seeds 0, 1, ..."""
     max_length: Annotated[int, Field(ge=16, le=2**16)] | None = None
-    """Most tokens of an example. None means 128, and 384 for questions with contexts."""
+    """Most tokens of an example, or of what a text is generated from. None means 128, 384 for questions with
+    contexts, and the paper's for generated texts."""
     max_train: Annotated[int, Field(ge=1)] | None = None
     """Most training examples, drawn once for all models. None means all of them."""
     max_dev: Annotated[int, Field(ge=1)] | None = None
     """Most examples of each dev set. None means all of them."""
     as_is: bool = False
     """Score classifiers with the heads that they have, without fine-tuning, such as students of answers or of
-    scores. A task of your own is then scored as a whole."""
+    scores, and models that generate texts already. A task of your own is then scored as a whole."""
     untrained: bool = False
     """Evaluate each model's shape with random weights, too."""
     predict: bool = False
-    """Predict test sets without labels, too, for a benchmark's server."""
+    """Predict test sets without labels, too, for a benchmark's server, and test sets of generated texts,
+    which take hours."""
     keep_models: bool = False
     """Keep the fine-tuned models."""
     card: bool = False
@@ -87,6 +113,9 @@ class EvaluateConfig(ModelSettings):
     @model_validator(mode="after")
     def _tasks_have_data(self) -> "EvaluateConfig":
         own = [name for name in self.task if is_own_task(name)]
+        generates = any(isinstance(TASKS.get(name), GenerationTask) for name in self.task)
+        if self.generation_given is not None and not own and not generates:
+            raise ValueError(f"{self.generation_given} is about texts that are generated: --task squad-qg")
         if len(own) < len(self.task) and self.data is None:
             raise ValueError("--data is missing: the folder with the published files of the task, or hf")
         if own and len(own) == len(self.task) and self.data is not None:
@@ -98,7 +127,7 @@ class EvaluateConfig(ModelSettings):
                 f"two tasks are files called {doubled}, which tables could not tell apart; rename one"
             )
         fields = type(self).model_fields
-        for name in ("text_columns", "label_column", "metric", "dev"):
+        for name in ("text_columns", "label_column", "target_column", "metric", "dev"):
             if not own and getattr(self, name) != fields[name].default:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} is about a task of your own: --task FILE")
@@ -249,10 +278,12 @@ class TrialIdentity(FrozenSettings):
     seed: int
     max_length: int
     precision: Literal["float32", "bfloat16"]
+    generation: Generation | None = None
+    """How texts are generated. None means that none are."""
 
     def digest(self) -> str:
         """Return the end of the folder's name, which does not depend on the name of the model."""
-        return canonical_sha256(self.model_dump(mode="json"))[:12]
+        return canonical_sha256(self.model_dump(mode="json", exclude_none=True))[:12]
 
     def name(self, slug: str) -> str:
         """Return the name of the trial's folder.

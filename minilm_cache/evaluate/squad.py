@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.evaluate.examples import SpanExample, Track
-from minilm_cache.evaluate.files import load_hub, read_json, read_lines
-from minilm_cache.evaluate.glue import Source, read_text
+from minilm_cache.evaluate.files import Source, load_hub, read_json, read_lines, read_text
 from minilm_cache.evaluate.tasks import SpanTask, task_folder
 
 LANGUAGES: Final = ("ar", "de", "en", "es", "hi", "vi", "zh")

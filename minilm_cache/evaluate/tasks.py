@@ -2,6 +2,8 @@
 
 GLUE (Wang et al. 2019, arXiv 1804.07461), SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018, arXiv 1606.05250
 and 1806.03822), XNLI (Conneau et al. 2018, arXiv 1809.05053), MLQA (Lewis et al. 2020, arXiv 1910.07475).
+Generated texts: questions of SQuAD (Du et al. 2017, arXiv 1705.00106), XSum (Narayan et al. 2018, arXiv
+1808.08745), CNN/DailyMail (See et al. 2017, arXiv 1704.04368), Gigaword (Rush et al. 2015, arXiv 1509.00685).
 """
 
 from collections.abc import Mapping
@@ -11,6 +13,8 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from minilm_cache.errors import CorpusError
+from minilm_cache.models.decoding import Decoding
+from minilm_cache.settings import FrozenSettings
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -140,7 +144,57 @@ class SpanTask:
         return "{lang}" in self.dev
 
 
-Task = TextTask | SpanTask
+class Generation(FrozenSettings):
+    """How a model learns to generate texts, and how it generates them."""
+
+    decoding: Decoding
+    label_smoothing: float = 0.1
+    """Share of a label's probability that is spread over all tokens, from 0 to 1."""
+    target_mask_prob: float = 1.0
+    """Share of the tokens of a target that are predicted in a step, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationTask:
+    """A task whose answers are generated from a text."""
+
+    name: str
+    title: str
+    """Name in tables and of the folder."""
+    generation: Generation
+    """The paper's settings."""
+    sources: tuple[str, ...] = ("src",)
+    """Columns of the source: a text, or a passage and an answer."""
+    target: str = "tgt"
+    """Column of the text that is generated."""
+    hub: str = ""
+    """Repository of the data on the hub. Empty means one's own data, which are not there."""
+    hub_configuration: str = "default"
+    """Configuration of the data on the hub."""
+    hub_sources: tuple[str, ...] = ()
+    """Columns of the source on the hub. Empty means the same as in files."""
+    hub_target: str = ""
+    """Column of the target on the hub."""
+    has_spans: bool = False
+    """Whether the folder may have SQuAD's JSON, whose questions are generated from passages and answers."""
+    recipe: Recipe
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a source."""
+        return self.generation.decoding.max_source
+
+    def cut(self, max_length: int) -> "GenerationTask":
+        """Return the task with at most `max_length` tokens of a source."""
+        decoding = self.generation.decoding.with_changes(max_source=max_length)
+        return replace(self, generation=self.generation.with_changes(decoding=decoding))
+
+    def place(self, set_name: str) -> tuple[str, str]:
+        """Return the configuration and the split of a set on the hub."""
+        return self.hub_configuration, {"dev": "validation"}.get(set_name, set_name)
+
+
+Task = TextTask | SpanTask | GenerationTask
 
 _PAIR: Final = ("sentence1", "sentence2")
 _BINARY: Final = ("0", "1")
@@ -252,7 +306,70 @@ _ALL: Final[tuple[Task, ...]] = (
         hub="facebook/mlqa",
         recipe=Recipe(lrs=(3e-5,), epochs=(2,)),
     ),
+    GenerationTask(
+        name="squad-qg",
+        title="SQuAD",
+        generation=Generation(
+            decoding=Decoding(max_source=464, max_new_tokens=48, num_beams=5, length_penalty=0.0)
+        ),
+        sources=("src", "answer"),
+        hub="lmqg/qg_squad",
+        hub_sources=("paragraph", "answer"),
+        hub_target="question",
+        has_spans=True,
+        recipe=Recipe(lrs=(1e-4,), epochs=(10,)),
+    ),
+    GenerationTask(
+        name="xsum",
+        title="XSum",
+        generation=Generation(
+            decoding=Decoding(
+                max_source=464, max_new_tokens=48, num_beams=5, length_penalty=0.0, no_repeat_ngram_size=3
+            )
+        ),
+        hub="EdinburghNLP/xsum",
+        hub_sources=("document",),
+        hub_target="summary",
+        recipe=Recipe(lrs=(1e-4,), epochs=(34,), batch_size=64),
+    ),
+    GenerationTask(
+        name="cnndm",
+        title="CNN-DailyMail",
+        generation=Generation(
+            decoding=Decoding(
+                max_source=352,
+                max_new_tokens=160,
+                min_new_tokens=48,
+                num_beams=5,
+                length_penalty=0.0,
+                no_repeat_ngram_size=3,
+            )
+        ),
+        hub="abisee/cnn_dailymail",
+        hub_configuration="3.0.0",
+        hub_sources=("article",),
+        hub_target="highlights",
+        recipe=Recipe(lrs=(7e-5,), epochs=(10,), batch_size=64),
+    ),
+    GenerationTask(
+        name="gigaword",
+        title="Gigaword",
+        generation=Generation(
+            decoding=Decoding(max_source=128, max_new_tokens=32, num_beams=5, length_penalty=0.0)
+        ),
+        hub="Harvard/gigaword",
+        hub_sources=("document",),
+        hub_target="summary",
+        recipe=Recipe(lrs=(1e-4,), epochs=(10,), batch_size=64),
+    ),
 )
+OWN_GENERATION: Final = GenerationTask(
+    name="",
+    title="",
+    generation=Generation(decoding=Decoding(max_source=128, max_new_tokens=48, num_beams=5)),
+    recipe=Recipe(lrs=(1e-4,), epochs=(3,)),
+)
+"""Settings of texts of one's own, without their name."""
 TASKS: Final[Mapping[str, Task]] = MappingProxyType({task.name: task for task in _ALL})
 """Tasks by the name that --task takes."""
 

@@ -1,7 +1,13 @@
-"""What a model reads: sequences of any lengths as one padded batch, with segments where texts are pairs."""
+"""What a model reads: sequences of any lengths as one padded batch, with segments where texts are pairs.
+
+Where a text is generated from another one, the parts of a sequence say who sees whom: the mask of UniLM (Dong
+et al. 2019, arXiv 1905.03197, section 2.3), with masked copies of target tokens as in UniLMv2 (Bao et al.
+2020, arXiv 2002.12804, section 3.2).
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,6 +19,18 @@ from torch import Tensor
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.transfer import pin, send
 from minilm_cache.storage_schema.identity import PairTemplate
+
+
+class Part(IntEnum):
+    """What a token is, where a text is generated from another one."""
+
+    SOURCE = 0
+    """A token of the text that is read. It sees the whole source."""
+    TARGET = 1
+    """A token of the text that is generated. It sees the source, the target before it, and itself."""
+    MASKED = 2
+    """A copy of a target's token that stands for it while it is predicted. It sees the source, the target
+    before that token, and itself; no other token sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,10 @@ class Inputs:
     """Segment of each token, 0 or 1, where a sequence is a pair of texts. None means one segment."""
     is_full: bool = False
     """True if it is known that no sequence is padded; models then need no mask."""
+    parts: Int[Tensor, "batch length"] | None = None
+    """Part of each token, where a text is generated from another one. None means that all see each other."""
+    positions: Int[Tensor, "batch length"] | None = None
+    """Position of each token, from 0 on; those of copies are not in order. None means the order of tokens."""
 
     @classmethod
     def of(
@@ -96,9 +118,24 @@ class Inputs:
         return key_mask(self.lengths, self.ids.shape[1])
 
     @property
-    def mask(self) -> Int[Tensor, "batch length"] | None:
-        """The mask that models of transformers take: 1 at tokens, 0 at padding. None means no padding."""
+    def mask(self) -> Int[Tensor, "batch length"] | Bool[Tensor, "batch 1 length length"] | None:
+        """The mask that models of transformers take: 1 at tokens, 0 at padding. None means no padding.
+
+        Where a text is generated from another one it is true where a token (third axis) sees another one
+        (last axis); padding sees itself, so that no row is empty.
+        """
+        if self.parts is not None:
+            return self._sight(self.parts)
         return None if self.is_full else self.valid.to(torch.int64)
+
+    def _sight(self, parts: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch 1 length length"]:
+        assert self.positions is not None
+        queries, keys = parts[:, :, None], parts[:, None, :]
+        before = self.positions[:, None, :] < self.positions[:, :, None] + (queries == Part.TARGET)
+        sees_target = (keys == Part.TARGET) & (queries != Part.SOURCE) & before
+        itself = torch.eye(parts.shape[1], dtype=torch.bool, device=parts.device)
+        seen = ((keys == Part.SOURCE) | sees_target) & self.valid[:, None, :] | itself
+        return seen[:, None]
 
     def with_ids(self, ids: Int[Tensor, "batch length"]) -> "Inputs":
         """Return the same sequences with other token ids, such as masked ones."""
@@ -113,8 +150,10 @@ class Inputs:
         return self._with(lambda part: pin(part, device))
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Inputs":
-        segments = None if self.segments is None else moved(self.segments)
-        return Inputs(moved(self.ids), moved(self.lengths), segments, self.is_full)
+        segments, parts, positions = (
+            None if part is None else moved(part) for part in (self.segments, self.parts, self.positions)
+        )
+        return Inputs(moved(self.ids), moved(self.lengths), segments, self.is_full, parts, positions)
 
 
 def texts_of_pair(row: npt.NDArray[Any], pair: PairTemplate) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -377,3 +377,18 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     backend["truncation"] = backend["padding"] = None
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     return canonical_sha256([backend, special])
+
+
+def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of the token that replaces masked tokens.
+
+    Raises:
+        TeacherError: the tokenizer has no such token.
+    """
+    token = tokenizer.mask_token_id
+    if not isinstance(token, int):
+        raise TeacherError(
+            f"the tokenizer of {tokenizer.name_or_path} has no mask_token, which stands for tokens that are "
+            "predicted. Set it and save the tokenizer again, or leave out --labels where that asks for it."
+        )
+    return token

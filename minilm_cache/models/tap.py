@@ -301,7 +301,7 @@ class TappedModel(nn.Module):
                     f"{self.num_layers} layers, so its relations have no layers of their own. {_USE} "
                     f"{_OTHER_SIGNALS}"
                 )
-        with _gathered(self.model, places if tap.head == "tokens" else None):
+        with gathered(self.model, places if tap.head == "tokens" else None):
             try:
                 return self._outputs(tap, inputs.ids, mask=inputs.mask, segments=inputs.segments)
             except _RecordingDone as done:
@@ -374,8 +374,15 @@ def _with_bias(vectors: Vectors, probs: Float[Tensor, "batch heads length length
 
 
 @contextmanager
-def _gathered(model: PreTrainedModel, places: Tensor | None) -> Iterator[None]:
-    """Give a head only the last hidden states of the chosen tokens; it treats each token separately."""
+def gathered(model: PreTrainedModel, places: Tensor | None) -> Iterator[None]:
+    """Give a head only the last hidden states of the chosen tokens; it treats each token separately.
+
+    Logits are then `(1, chosen, vocabulary)`.
+
+    Args:
+        model: model with a head.
+        places: places of the tokens, in the batch as one row. None means all tokens.
+    """
     if places is None:
         yield
         return

@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.settings import FrozenSettings
+from minilm_cache.evaluate.settings import RECORDS
+from minilm_cache.models.decoding import DecodingOptions
+from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
 
@@ -53,6 +55,35 @@ class ChainConfig(FrozenSettings):
     """Shape of an assistant; may be repeated, and then each assistant learns from the one before."""
     compare_direct: bool = False
     """Also train the students directly from the teacher, to compare them."""
+
+
+class GenerateConfig(DecodingOptions, ModelSettings):
+    """Settings of texts that are generated from texts."""
+
+    group = "Sources"
+    file: Path | None = None
+    """File of the texts to generate from: .csv, .tsv, .jsonl or .parquet. None means that they are
+    arguments."""
+    text_columns: Annotated[str, Field(min_length=1, max_length=512)] = "src"
+    """Column of the texts in the file, or of passages and answers, like src,answer."""
+    answer: tuple[str, ...] = ()
+    """Answer whose question is generated, one for each text that is an argument; may be repeated."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] | None = None
+    """Most tokens of a text to generate from. None means what the model was tuned for."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Texts of a pass."""
+
+    @model_validator(mode="after")
+    def _has_columns_of_a_file(self) -> "GenerateConfig":
+        if self.file is not None and self.file.suffix not in RECORDS:
+            raise ValueError(f"--file {self.file}: give a file that ends with {', '.join(RECORDS)}")
+        if self.file is None and self.text_columns != "src":
+            raise ValueError("--text-columns goes with --file")
+        if self.file is not None and self.answer:
+            raise ValueError("--answer goes with texts; in a file it is a column: --text-columns src,answer")
+        if not 1 <= len(self.text_columns.split(",")) <= 2:  # noqa: PLR2004 - a text or a pair
+            raise ValueError(f"--text-columns {self.text_columns}: give one column, or two with a comma")
+        return self
 
 
 class TaskStageConfig(FrozenSettings):

@@ -19,6 +19,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
+from minilm_cache.evaluate.texts import TextKind
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import ALONE, Session
@@ -82,7 +83,7 @@ def run_task_stage(
     examples = sample_examples(examples, config.max_train)
     teacher = str(dump["teacher"])
     for model in find_models([teacher], dump.get("revision"), untrained=False):
-        model.load_as_is(task)  # refuses one of other classes before anything is made
+        TextKind(task).load_as_is(model)  # refuses one of other classes before anything is made
     num_classes = read_config(locate_teacher(teacher, dump.get("revision")).folder).num_labels or 1
     refuse_file(out)
     is_pair = len(examples[0].texts) > 1

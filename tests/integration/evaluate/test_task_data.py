@@ -9,7 +9,8 @@ import pytest
 from datasets import ClassLabel, Dataset
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.glue import Source, read_text_task
+from minilm_cache.evaluate.files import Source
+from minilm_cache.evaluate.glue import read_text_task
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, TextTask
 from minilm_cache.session import Silent
@@ -20,8 +21,8 @@ from tests.tasks import evaluated, write_glue, write_squad, write_sst2
 SST2 = next(task for task in TASKS.values() if isinstance(task, TextTask) and task.name == "sst2")
 
 
-def source(folder: Path | None, hub: str | None = None, *, unlabelled: bool = False) -> Source:
-    return Source(folder=folder, hub=hub, unlabelled=unlabelled, note=Silent().note)
+def source(folder: Path | None, hub: str | None = None, *, tests: bool = False) -> Source:
+    return Source(folder=folder, hub=hub, tests=tests, note=Silent().note)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_labels_of_the_hub_go_by_their_names(
     hub = write_hub(tmp_path / "hub", {name: splits, "other": splits})
     task = TASKS[name]
     assert isinstance(task, TextTask)
-    (track,) = read_text_task(task, source(None, str(hub), unlabelled=True))
+    (track,) = read_text_task(task, source(None, str(hub), tests=True))
     assert [one.label for one in track.dev["dev"]] == expected
     assert [one.label for one in track.test["test"]] == [None, None]
     assert track.unlabelled() == ["test"]

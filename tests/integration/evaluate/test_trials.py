@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.evaluate.examples import SpanExample
-from minilm_cache.evaluate.features import SpanAnswer
 from minilm_cache.evaluate.finetune import _arguments
-from minilm_cache.evaluate.run import _score
+from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.settings import TrialIdentity
+from minilm_cache.evaluate.spans import SpanAnswer
 from minilm_cache.evaluate.tasks import TASKS
 from tests.conftest import Command
 from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
@@ -77,8 +77,8 @@ def test_each_set_of_mnli_has_its_own_answers_in_words(
 def test_mlqas_sets_are_scored_by_their_languages() -> None:
     example = SpanExample(identifier="q", question="?", context="der Hund", answers=((4, "Hund"),))
     predicted = {"q": SpanAnswer("der Hund", 0.0)}
-    assert _score(TASKS["mlqa"], "dev-de", examples=[example], predicted=predicted)["exact match"] == 100
-    assert _score(TASKS["mlqa"], "dev-en", examples=[example], predicted=predicted)["exact match"] == 0
+    assert kind_of(TASKS["mlqa"]).scores("dev-de", [example], predicted)["exact match"] == 100
+    assert kind_of(TASKS["mlqa"]).scores("dev-en", [example], predicted)["exact match"] == 0
 
 
 def test_the_trainer_gets_the_papers_settings(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minilm_cache.evaluate.examples import SpanExample, TextExample
-from minilm_cache.evaluate.features import span_answers, span_features, text_features
+from minilm_cache.evaluate.spans import span_answers, span_features
 from minilm_cache.evaluate.tasks import SpanTask
+from minilm_cache.evaluate.texts import text_features
 from tests.support import WORDS, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

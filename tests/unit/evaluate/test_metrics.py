@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minilm_cache.evaluate.examples import SpanExample
-from minilm_cache.evaluate.metrics import headline, span_scores, text_scores, words_of
-from minilm_cache.evaluate.tasks import Metric
+from minilm_cache.evaluate.kinds import kind_of
+from minilm_cache.evaluate.metrics import span_scores, text_scores, words_of
+from minilm_cache.evaluate.tasks import TASKS, Metric
 
 TOLD = np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.float64)
 LABELS = np.array([1, 0, 0, 1, 1, 1, 0, 0, 1, 1], np.float64)
@@ -117,6 +118,9 @@ def test_spans_of_a_language_are_scored_by_its_words() -> None:
 
 
 def test_headline_is_the_mean_over_sets_and_metrics() -> None:
-    assert headline({"dev": {"accuracy": 80.0, "f1": 90.0}}) == 85
-    assert headline({"dev-m": {"accuracy": 80.0}, "dev-mm": {"accuracy": 82.0}}) == 81
-    assert headline({"dev": {"exact match": 50.0, "f1": 60.0, "answerable f1": 1.0}}) == 60
+    assert kind_of(TASKS["mrpc"]).headline({"dev": {"accuracy": 80.0, "f1": 90.0}}) == 85
+    assert kind_of(TASKS["mnli"]).headline({"dev-m": {"accuracy": 80.0}, "dev-mm": {"accuracy": 82.0}}) == 81
+    assert (
+        kind_of(TASKS["squad2"]).headline({"dev": {"exact match": 50.0, "f1": 60.0, "answerable f1": 1.0}})
+        == 60
+    )

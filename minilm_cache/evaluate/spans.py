@@ -1,17 +1,24 @@
-"""Tokenize examples into model inputs, and turn logits of spans back into answer texts."""
+"""Tasks whose answers are spans of a context: windows, heads, predictions and scores."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from statistics import mean
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.evaluate.examples import SpanExample, TextExample
+from minilm_cache.evaluate.examples import SpanExample, Track
+from minilm_cache.evaluate.files import Source
+from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores, are_finite, logits_of
+from minilm_cache.evaluate.metrics import span_scores
+from minilm_cache.evaluate.models import Evaluated, load_with_head
+from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import SpanTask
-
-Features = list[dict[str, Any]]
 
 _MAX_QUESTION: Final = 64
 _MAX_ANSWER: Final = 30
@@ -20,25 +27,86 @@ _BEST: Final = 20
 tokens, as in BERT's code."""
 
 
-def text_features(
-    examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast, max_length: int, *, regression: bool
-) -> Features:
-    """Return the model inputs of single texts or pairs, with labels where they are published.
+@dataclass(frozen=True, slots=True)
+class _EncodedSpans(EncodedSet[SpanExample]):
+    """Questions, and the windows over their contexts."""
 
-    Args:
-        examples: examples of one set.
-        tokenizer: tokenizer of the model.
-        max_length: most tokens of an example; the longer text of a pair is truncated first.
-        regression: whether labels are values on a scale instead of classes.
-    """
-    columns = list(zip(*(example.texts for example in examples), strict=True))
-    encoded = tokenizer(*map(list, columns), truncation=True, max_length=max_length)
-    kind = float if regression else int
-    return [
-        {name: values[number] for name, values in encoded.items()}
-        | ({} if example.label is None else {"labels": kind(example.label)})
-        for number, example in enumerate(examples)
-    ]
+    windows: "Windows"
+
+
+class SpanKind(Kind[SpanTask, SpanExample]):
+    """Questions about a context. Predictions are answers by identifier."""
+
+    card_type: ClassVar[str] = "question-answering"
+
+    def read(self, source: Source) -> list[Track[SpanExample]]:
+        """Return the one track of the task; see `Kind.read`."""
+        return read_span_task(self.task, source)
+
+    def load(self, model: Evaluated, seed: int) -> nn.Module:
+        """Return a model that scores each token as the start and the end of an answer; see `Kind.load`."""
+        return load_with_head(model, "spans", seed)
+
+    def encode(
+        self, examples: Sequence[SpanExample], tokenizer: PreTrainedTokenizerFast
+    ) -> EncodedSet[SpanExample]:
+        """Return the windows of a set."""
+        windows = span_features(examples, tokenizer, self.task)
+        return _EncodedSpans(examples, windows.features, windows)
+
+    def predict(
+        self,
+        trainer: Any,  # noqa: ANN401 - see `Kind`
+        encoded: EncodedSet[SpanExample],
+        advance: Callable[[int], None],
+    ) -> "Mapping[str, SpanAnswer] | None":
+        """Return the answer to each question, by identifier; see `Kind.predict`."""
+        assert isinstance(encoded, _EncodedSpans)
+        logits = logits_of(trainer, encoded.features)
+        if not are_finite(logits):
+            return None
+        starts, ends = logits
+        unanswerable = self.task.has_unanswerable
+        return span_answers(
+            encoded.examples, encoded.windows, starts=starts, ends=ends, has_unanswerable=unanswerable
+        )
+
+    def scores(
+        self, name: str, examples: Sequence[SpanExample], predicted: "Mapping[str, SpanAnswer]"
+    ) -> Scores:
+        """Return exact match and F1 of a set, by the rules of its language."""
+        language = name.partition("-")[2] if self.task.by_language else None
+        return span_scores(examples, {key: answer.text for key, answer in predicted.items()}, language)
+
+    def headline(self, scores: Mapping[str, Scores]) -> float:
+        """Return the mean of F1 over dev sets."""
+        return mean(scores[name]["f1"] for name in scores)
+
+    def file(self, set_name: str) -> str:
+        """Return the name of the file for the predictions of a set."""
+        return f"{set_name}.json"
+
+    def write(
+        self,
+        folder: Path,
+        set_name: str,
+        *,
+        examples: Sequence[SpanExample],
+        predicted: "Mapping[str, SpanAnswer]",
+    ) -> None:
+        """Write answers by identifier, as a JSON object.
+
+        Where questions may have no answer, a second file has the probability of that, for `evaluate-v2.0.py
+        --na-prob-file`.
+        """
+        _write_json(folder / self.file(set_name), {key: answer.text for key, answer in predicted.items()})
+        if self.task.has_unanswerable:
+            no_answer = {key: answer.no_answer for key, answer in predicted.items()}
+            _write_json(folder / f"{set_name}.na_prob.json", no_answer)
+
+
+def _write_json(file: Path, document: Mapping[str, object]) -> None:
+    file.write_text(json.dumps(document, ensure_ascii=False, indent=0), encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,178 @@
+"""Tasks of one or two texts and a label: features, heads, predictions and scores."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from transformers import PreTrainedTokenizerFast, set_seed
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.evaluate.examples import TextExample, Track
+from minilm_cache.evaluate.files import Source
+from minilm_cache.evaluate.glue import read_text_task
+from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores, are_finite, logits_of
+from minilm_cache.evaluate.metrics import text_scores
+from minilm_cache.evaluate.models import Evaluated, load_with_head
+from minilm_cache.evaluate.tasks import TextTask
+from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
+from minilm_cache.models.exported import load_to_run
+from minilm_cache.models.load import is_classifier, read_config
+from minilm_cache.models.pooling import SentenceEncoder
+
+_DRAWN_NAME: Final = re.compile(r"LABEL_\d+")
+_Values = npt.NDArray[np.float64]
+
+
+class TextKind(Kind[TextTask, TextExample]):
+    """Classes, or values on a scale, of single texts or of pairs. Predictions are `(examples,)`."""
+
+    card_type: ClassVar[str] = "text-classification"
+
+    def read(self, source: Source) -> list[Track[TextExample]]:
+        """Return the tracks of the task, several of one in several languages; see `Kind.read`."""
+        return list(read_text_task(self.task, source))
+
+    def own_settings(self) -> list[object]:
+        """Return the classes and the metrics, which are settings where a task is one's own."""
+        return [self.task.labels, self.task.metrics]
+
+    def load(self, model: Evaluated, seed: int) -> nn.Module:
+        """Return a model with a head for the task; see `Kind.load`.
+
+        The head reads the vector that the folder pools, or else what the model's family reads, which mostly
+        is the first token.
+        """
+        if not model.pools:
+            return load_with_head(model, "sequences", seed, labels=self.task.labels)
+        set_seed(seed)
+        return PooledClassifier.begin(
+            model.folder, self.task.labels, max_length=self.task.max_length, untrained=model.untrained
+        )
+
+    def load_as_is(self, model: Evaluated) -> nn.Module:
+        """Return a classifier with its own head, with classes in the order of the task's; see `Kind`."""
+        config = read_config(model.folder)
+        named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
+        names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
+        head = load_pooled_head(model.folder)
+        if head is None and not is_classifier(config):
+            raise InvalidConfigError(
+                f"--as-is: {model.name} is no classifier "
+                f"({', '.join(config.architectures or ('unknown',))}). Leave it out to fine-tune the model."
+            )
+        order = _class_order(names, self.task.labels)
+        if order is None:
+            wanted = ", ".join(self.task.labels) or "one value"
+            raise InvalidConfigError(
+                f"--as-is: {model.name} answers with {', '.join(names)}, and {self.task.title} is about "
+                f"{wanted}."
+            )
+        loaded = (
+            load_to_run(model.folder, "sequences")
+            if head is None
+            else PooledClassifier(SentenceEncoder.load(model.folder), self.task.max_length)
+        )
+        _reorder(loaded, order)
+        return loaded
+
+    def encode(
+        self, examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast
+    ) -> EncodedSet[TextExample]:
+        """Return the model inputs of a set, with labels where they are published."""
+        regression = self.task.is_regression
+        return EncodedSet(
+            examples, text_features(examples, tokenizer, self.task.max_length, regression=regression)
+        )
+
+    def predict(
+        self,
+        trainer: Any,  # noqa: ANN401 - see `Kind`
+        encoded: EncodedSet[TextExample],
+        advance: Callable[[int], None],
+    ) -> _Values | None:
+        """Return predicted classes or values, `(examples,)`; see `Kind.predict`."""
+        logits = logits_of(trainer, encoded.features)
+        if not are_finite(logits):
+            return None
+        predicted = logits[0][:, 0] if self.task.is_regression else logits[0].argmax(-1)
+        return np.asarray(predicted, np.float64)
+
+    def scores(self, name: str, examples: Sequence[TextExample], predicted: _Values) -> Scores:
+        """Return the scores of a set by the task's metrics."""
+        labels = np.asarray([example.label for example in examples], np.float64)
+        return text_scores(self.task.metrics, predicted, labels)
+
+    def file(self, set_name: str) -> str:
+        """Return the name of the file for the predictions of a set."""
+        return self.task.submission(set_name)
+
+    def write(
+        self, folder: Path, set_name: str, *, examples: Sequence[TextExample], predicted: _Values
+    ) -> None:
+        """Write the predictions of a set.
+
+        GLUE: `index` and `prediction`, tab-separated, in files with the server's names, also for dev sets.
+        XNLI: one label a line (XTREME).
+        """
+        words = self._words(predicted)
+        if self.task.languages == "one":
+            pairs = zip(examples, words, strict=True)
+            words = ["index\tprediction", *(f"{example.index}\t{word}" for example, word in pairs)]
+        (folder / self.file(set_name)).write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+
+    def _words(self, predicted: _Values) -> list[str]:
+        """Return predictions as text: names of classes, or values within the scale."""
+        if self.task.is_regression:
+            least, most = self.task.scale or (-np.inf, np.inf)
+            return [f"{value:.3f}" for value in np.clip(predicted, least, most)]
+        return [self.task.labels[int(value)] for value in predicted]
+
+
+def text_features(
+    examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast, max_length: int, *, regression: bool
+) -> Features:
+    """Return the model inputs of single texts or pairs, with labels where they are published.
+
+    Args:
+        examples: examples of one set.
+        tokenizer: tokenizer of the model.
+        max_length: most tokens of an example; the longer text of a pair is truncated first.
+        regression: whether labels are values on a scale instead of classes.
+    """
+    columns = list(zip(*(example.texts for example in examples), strict=True))
+    encoded = tokenizer(*map(list, columns), truncation=True, max_length=max_length)
+    kind = float if regression else int
+    return [
+        {name: values[number] for name, values in encoded.items()}
+        | ({} if example.label is None else {"labels": kind(example.label)})
+        for number, example in enumerate(examples)
+    ]
+
+
+def _class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Return the number of a model's class for each label of a task. None means that they do not agree.
+
+    Classes without names of their own, as transformers names them, are in the order of the task's.
+    """
+    if len(names) != max(1, len(labels)):
+        return None
+    if not labels or all(_DRAWN_NAME.fullmatch(name) for name in names):
+        return list(range(len(names)))
+    return [names.index(label) for label in labels] if set(names) == set(labels) else None
+
+
+def _reorder(model: nn.Module, order: Sequence[int]) -> None:
+    """Put the answers of a classifier into another order, by a hook on what it returns."""
+
+    def ordered(_: nn.Module, __: object, output: SequenceClassifierOutput) -> SequenceClassifierOutput:
+        assert output.logits is not None
+        output.logits = output.logits[:, list(order)]
+        return output
+
+    if list(order) != sorted(order):
+        model.register_forward_hook(ordered)

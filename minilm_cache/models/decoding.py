@@ -1,0 +1,72 @@
+"""How a text is generated: settings of the search for it, and the options of commands that change them."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from minilm_cache.settings import FrozenSettings
+
+_Tokens = Annotated[int, Field(ge=1, le=2**16)]
+_Beams = Annotated[int, Field(ge=1, le=256)]
+_Penalty = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)]
+_Few = Annotated[int, Field(ge=0, le=2**16)]
+
+
+class Decoding(FrozenSettings):
+    """How a model generates a text. Fields are named as in transformers' `GenerationConfig`."""
+
+    max_source: _Tokens
+    """Most tokens of the text that is read, special ones included; transformers has no such setting."""
+    max_new_tokens: _Tokens
+    """Most tokens of the generated text, with the token that ends it."""
+    min_new_tokens: _Few = 0
+    """Fewest tokens of it."""
+    num_beams: _Beams = 1
+    """Beams of the search. 1 is greedy decoding."""
+    length_penalty: _Penalty = 1.0
+    """Exponent of the length by which the score of a beam is divided. 0 compares sums of
+    log-probabilities."""
+    no_repeat_ngram_size: _Few = 0
+    """Length of the n-grams that a text has once only. 0 means that all may be repeated."""
+
+    @model_validator(mode="after")
+    def _can_end(self) -> "Decoding":
+        if self.min_new_tokens >= self.max_new_tokens:
+            raise ValueError(
+                f"--min-new-tokens {self.min_new_tokens} is not below --max-new-tokens {self.max_new_tokens}"
+            )
+        return self
+
+    def changed(self, options: "DecodingOptions") -> "Decoding":
+        """Return these settings with those that were given as options."""
+        given = {name: getattr(options, name) for name in DecodingOptions.model_fields}
+        return self.with_changes(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def positions(self) -> int:
+        """Positions that a model needs."""
+        return self.max_source + self.max_new_tokens
+
+
+class DecodingOptions(FrozenSettings):
+    """Options of commands that generate texts."""
+
+    group = "Generation"
+    max_new_tokens: _Tokens | None = None
+    """Most tokens of a generated text. None means the task's own, or what the model was tuned for."""
+    min_new_tokens: _Few | None = None
+    """Fewest tokens of it. None means the task's own, or what the model was tuned for."""
+    num_beams: _Beams | None = None
+    """Beams of the search; 1 is greedy decoding. None means the task's own, or what the model was tuned
+    for."""
+    length_penalty: _Penalty | None = None
+    """Exponent of the length by which the score of a beam is divided. None means the task's own, or what the
+    model was tuned for."""
+    no_repeat_ngram_size: _Few | None = None
+    """Length of the n-grams that a text has once only; 0 lets all be repeated. None means the task's own, or
+    what the model was tuned for."""
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that were given."""
+        return [name for name in DecodingOptions.model_fields if getattr(self, name) is not None]

@@ -1,0 +1,251 @@
+"""Tasks whose answers are generated: layouts, fine-tuning, scores, kept models, and bad data."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nltk.translate.bleu_score import corpus_bleu
+
+from minilm_cache import TextGenerator
+from minilm_cache.errors import CorpusError
+from minilm_cache.evaluate.files import Source
+from minilm_cache.evaluate.generation import generation_scores
+from minilm_cache.evaluate.generation_data import read_generation_task
+from minilm_cache.evaluate.tasks import TASKS, GenerationTask
+from minilm_cache.session import Silent
+from tests.conftest import Command
+from tests.support import WORDS, save_teacher
+from tests.tasks import write_squad, write_sst2
+
+SHORT = ("--max-length", 24, "--max-new-tokens", 6, "--num-beams", 2)
+FAST = (*SHORT, "--epochs", 1, "--batch-size", 8)
+XSUM = next(task for task in TASKS.values() if isinstance(task, GenerationTask) and task.name == "xsum")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("models") / "teacher", hidden_size=64)
+
+
+def _rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Return texts whose target is their first word, twice."""
+    drawn = random.Random(seed)
+    texts = [drawn.choices(WORDS[:12], k=3) for _ in range(count)]
+    return [{"src": " ".join(words), "tgt": f"{words[0]} {words[0]}"} for words in texts]
+
+
+def _write(file: Path, rows: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _trial(command: Command, *arguments: object) -> dict[str, Any]:
+    code, out, err = command("evaluate", *arguments, "--device", "cpu", "--json")
+    assert code == 0, err
+    trials: list[dict[str, Any]] = json.loads(out)["trials"]
+    assert len(trials) == 1
+    return trials[0]
+
+
+def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """The kept model generates the trial's texts again, scores the same as it is, and resumes."""
+    file = _write(tmp_path / "own.jsonl", _rows(480))
+    dev = _write(tmp_path / "dev.jsonl", _rows(24, seed=1))
+    asked = ("--task", file, "--dev", dev, *SHORT, "--lr", "3e-3", "--epochs", 25, "--out", tmp_path / "out")
+    trial = _trial(command, teacher, *asked, "--keep-models")
+    assert trial["scores"]["dev"]["rougeL"] > 80  # a model that knows nothing of the source has 8
+    folder = Path(trial["folder"])
+    written = [json.loads(line) for line in (folder / "predictions" / "dev.jsonl").read_text().splitlines()]
+    assert [row["tgt"] for row in written] == [row["tgt"] for row in _rows(24, seed=1)]
+    generated = TextGenerator.load(folder / "model").generate([row["src"] for row in written])
+    assert generated == [row["generated"] for row in written]
+    assert trial["headline"] == trial["scores"]["dev"]["rougeL"]
+
+    again = _trial(command, teacher, *asked, "--keep-models")
+    assert again["train_s"] == trial["train_s"]  # it was not run again
+    as_is = _trial(
+        command, folder / "model", "--task", file, "--dev", dev, *SHORT, "--as-is", "--out", tmp_path / "2"
+    )
+    assert as_is["scores"] == trial["scores"]
+
+    out = tmp_path / "questions.jsonl"
+    code, printed, err = command("generate", folder / "model", "--file", dev, "--out", out)
+    assert code == 0, err
+    assert [json.loads(line)["generated"] for line in out.read_text().splitlines()] == generated
+    code, printed, err = command("generate", folder / "model", written[0]["src"], written[1]["src"])
+    assert code == 0, err
+    assert printed.splitlines() == generated[:2]
+
+
+def test_other_settings_are_other_trials(teacher: Path, tmp_path: Path, command: Command) -> None:
+    file, out = _write(tmp_path / "own.jsonl", _rows(16)), tmp_path / "out"
+    first = _trial(command, teacher, "--task", file, *FAST, "--out", out)
+    assert first["identity"]["generation"]["decoding"]["num_beams"] == 2
+    for changed in (
+        ("--num-beams", 3),
+        ("--label-smoothing", 0.0),
+        ("--target-mask-prob", 0.5),
+        ("--no-repeat-ngram-size", 2),
+    ):
+        other = _trial(command, teacher, "--task", file, *FAST[:-4], *FAST[-4:], *changed, "--out", out)
+        assert other["folder"] != first["folder"]
+
+
+def test_questions_of_squad_from_passages_and_answers(
+    teacher: Path, tmp_path: Path, command: Command
+) -> None:
+    data = write_squad(tmp_path / "SQuAD", "1.1")
+    trial = _trial(
+        command,
+        teacher,
+        "--task",
+        "squad-qg",
+        "--data",
+        tmp_path,
+        *FAST,
+        "--keep-models",
+        "--out",
+        tmp_path / "o",
+    )
+    assert trial["num_train"] == 24
+    rows = (Path(trial["folder"]) / "predictions" / "dev.jsonl").read_text().splitlines()
+    questions = [
+        question["question"]
+        for article in json.loads((data / "dev-v1.1.json").read_text())["data"]
+        for paragraph in article["paragraphs"]
+        for question in paragraph["qas"]
+    ]
+    assert [json.loads(row)["tgt"] for row in rows] == questions
+    code, printed, err = command(
+        "generate", Path(trial["folder"]) / "model", "ba be bi", "--answer", "be", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(printed)["texts"][0]["answer"] == "be"
+
+
+def _source(folder: Path, *, tests: bool = False) -> Source:
+    return Source(folder=folder, hub=None, tests=tests, note=Silent().note)
+
+
+def test_published_layouts_are_read_alike(tmp_path: Path) -> None:
+    rows = {"train": _rows(5), "dev": _rows(3, seed=1), "test": _rows(2, seed=2)}
+    for name, split in rows.items():
+        _write(tmp_path / "unilm" / f"{name}.json", split)
+        val = {"dev": "val"}.get(name, name)
+        for folder, ends in (("bart", (".source", ".target")), ("giga", (".article.txt", ".title.txt"))):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            for column, end in zip(("src", "tgt"), ends, strict=True):
+                lines = "".join(row[column] + "\n" for row in split)
+                (tmp_path / folder / f"{val}{end}").write_text(lines)
+    (tracks,) = zip(
+        *(
+            read_generation_task(XSUM, _source(tmp_path / name, tests=True))
+            for name in ("unilm", "bart", "giga")
+        ),
+        strict=True,
+    )
+    assert tracks[0] == tracks[1] == tracks[2]
+    assert [example.target for example in tracks[0].test["test"]] == [row["tgt"] for row in rows["test"]]
+    (without,) = read_generation_task(XSUM, _source(tmp_path / "bart"))
+    assert not without.test
+
+
+def _lcs(first: list[str], second: list[str]) -> int:
+    table = np.zeros((len(first) + 1, len(second) + 1), int)
+    for i, word in enumerate(first):
+        for j, other in enumerate(second):
+            table[i + 1, j + 1] = table[i, j] + 1 if word == other else max(table[i, j + 1], table[i + 1, j])
+    return int(table[-1, -1])
+
+
+def test_scores_by_counting() -> None:
+    """BLEU-4 against nltk's, ROUGE by longest common subsequences and counted n-grams."""
+    targets = ["What did the big dog bring home today ?", "Who wrote the long red book of cats ?"]
+    generated = ["what did the big cat bring home today ?", "who wrote the red book of cats ?"]
+    found = generation_scores(targets, generated)
+    split = [[text.lower().split() for text in texts] for texts in (targets, generated)]
+    assert found["BLEU-4"] == pytest.approx(
+        100 * corpus_bleu([[one] for one in split[0]], split[1]), abs=1e-6
+    )
+    words = [[text.lower().replace("?", "").split() for text in texts] for texts in (targets, generated)]
+
+    def f1(count: int, first: int, second: int) -> float:
+        return 100 * 2 * count / (first + second)
+
+    longest = [f1(_lcs(a, b), len(a), len(b)) for a, b in zip(*words, strict=True)]
+    assert found["rougeL"] == pytest.approx(np.mean(longest))
+    pairs = [[Counter(itertools.pairwise(text)) for text in texts] for texts in words]
+    twos = [f1((a & b).total(), a.total(), b.total()) for a, b in zip(*pairs, strict=True)]
+    assert found["rouge2"] == pytest.approx(np.mean(twos))
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"src": "ba"}], "there is no 'tgt'; it has src"),
+        ([{"src": "ba", "tgt": " "}], "tgt is empty"),
+        ([{"src": "", "tgt": "ba"}], "src is empty"),
+        ([{"src": 3, "tgt": "ba"}], "is not a text"),
+        ([["ba", "be"]], "not a JSON object"),
+    ],
+)
+def test_bad_records_are_named(rows: list[Any], named: str, tmp_path: Path) -> None:
+    for name in ("train", "dev"):
+        _write(tmp_path / f"{name}.jsonl", rows)
+    with pytest.raises(CorpusError, match=f"train.jsonl, line 1.*{named}"):
+        read_generation_task(XSUM, _source(tmp_path))
+
+
+def test_bad_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.source").write_text("ba\nbe\n")
+    with pytest.raises(CorpusError, match=r"train\.source has no train\.target beside it"):
+        read_generation_task(XSUM, _source(tmp_path))
+    (tmp_path / "train.target").write_text("ba\n")
+    with pytest.raises(CorpusError, match=r"has 2 lines, and train\.target 1"):
+        read_generation_task(XSUM, _source(tmp_path))
+    (tmp_path / "train.target").write_text("ba\nbe\n")
+    with pytest.raises(CorpusError, match=r"has no dev set of xsum.*dev\.jsonl"):
+        read_generation_task(XSUM, _source(tmp_path))
+
+
+def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> None:
+    own = _write(tmp_path / "own.jsonl", _rows(8))
+    labelled = _write(tmp_path / "l.jsonl", [{"text": f"ba {n}", "label": n % 2} for n in range(8)])
+    one = _write(tmp_path / "one.jsonl", [{"src": "ba"}] * 4)
+    sst2 = write_sst2(tmp_path / "SST-2").parent
+    written = save_teacher(tmp_path / "bert")
+    modern = save_teacher(tmp_path / "modern", "modernbert")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("evaluate", teacher, "--task", own, "--max-length", 64), "need 112 positions"),
+        (
+            ("evaluate", teacher, "--task", own, *SHORT, "--min-new-tokens", 6),
+            "is not below --max-new-tokens 6",
+        ),
+        (
+            ("evaluate", teacher, "--task", "sst2", "--data", sst2, "--num-beams", 2),
+            "texts that are generated",
+        ),
+        (("evaluate", teacher, "--task", labelled, "--num-beams", 2), "is about generated texts"),
+        (("evaluate", teacher, "--task", one, "--text-columns", "src", "--target-column", "tgt"), "tgt"),
+        (("evaluate", teacher, "--task", "squad-qg"), "--data is missing"),
+        (("evaluate", modern, "--task", own, *SHORT), "keeps no keys and values"),
+        (("generate", written, "ba"), "was not fine-tuned to generate texts"),
+        (("generate", written), "give texts, or a file"),
+        (("generate", written, "ba", "be", "--answer", "ba"), "1 --answer for 2 texts"),
+        (("generate", written, "--file", tmp_path / "none.jsonl"), "is not a file"),
+        (("generate", written, "--file", own, "--text-columns", "nosuch"), "nosuch"),
+        (("generate", written, "ba", "--out", own), "exists"),
+    ]
+    for arguments, named in cases:
+        code, _, err = command(*arguments)
+        assert code in (1, 2), arguments
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("error: "), (arguments, last)
+        assert named in last, (arguments, last)
+        assert "Traceback" not in err
