@@ -185,9 +185,10 @@ def _speed_print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
             for model in speeds
         ],
     )
+    generated = f"; texts have {config.generate} new tokens, relative to the first model that generates"
     print_table(
         f"Passes, medians of {config.turns} turns; speed is relative to {speeds[0].model} in "
-        f"{speeds[0].passes[0].runtime}",
+        f"{speeds[0].passes[0].runtime}{generated if config.generate else ''}",
         ["model", "runtime", "batch", "length", "latency, ms", "tokens/s", "speed"],
         [
             [

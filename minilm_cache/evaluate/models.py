@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.evaluate.settings import TRIAL_FILE
 from minilm_cache.models.exported import (
     ExportedModel,
     Runtime,
@@ -203,7 +204,9 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
             )
         else:
             source = locate_teacher(name, revision)
-            models.append(Evaluated(name=source.name, folder=source.folder))
+            trial = source.folder.resolve().parent  # all models that trials keep have one name
+            own_name = trial.name if (trial / TRIAL_FILE).is_file() else source.name
+            models.append(Evaluated(name=own_name, folder=source.folder))
     slugs = [model.slug for model in models]
     doubled = next((model.name for model in models if slugs.count(model.slug) > 1), None)
     if doubled is not None:

@@ -179,6 +179,9 @@ class SpeedConfig(ModelSettings):
     """Passes of each model that are measured, taken in turns."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights in torch."""
+    generate: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    """Tokens to generate from each sequence, greedily, by the models that were fine-tuned for it. None means
+    that passes alone are measured."""
     onnx: Path | None = None
     """Folder to export models to as ONNX, which are measured, too. None means no export."""
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import SpeedConfig
+from minilm_cache.models.decoding import Decoding
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import CPU_PROVIDER, IDS, MASK, ExportedModel, onnx_session
+from minilm_cache.models.generation import GENERATION_FILE, TextGenerator, check_generates
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
 from minilm_cache.models.truncate import saving
@@ -24,6 +26,7 @@ from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 TORCH: Final = "torch"
 ONNX: Final = "onnx"
+GENERATE: Final = "generate"
 ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
 Encoder = PreTrainedModel | SentenceEncoder | ExportedModel
@@ -41,20 +44,22 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Cost of a forward pass of a model, as medians over turns."""
+    """Cost of a forward pass of a model, or of texts that it generates, as medians over turns."""
 
     runtime: str
-    """torch, onnx or openvino."""
+    """torch, onnx or openvino, or `generate` for texts that are generated in torch."""
     batch_size: int
     """Sequences of the pass."""
     length: int
     """Tokens of each sequence."""
     latency_ms: float
-    """Milliseconds of the pass."""
+    """Milliseconds of the pass, or of all the texts."""
     tokens_per_s: float
+    """Tokens that are read a second, or that are generated."""
     speedup: float
     """The first model's time over this one's, for the same batch size and length; of a first model that is
-    exported by `--onnx`, too, its time in torch."""
+    exported by `--onnx`, too, its time in torch. Generated texts are compared with those of the first model
+    that generates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +95,8 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
 
     Raises:
         TeacherError: a model does not exist.
-        InvalidConfigError: the first model is a run, a model has fewer positions than a length, or ONNX is
-            not installed.
+        InvalidConfigError: the first model is a run, a model has fewer positions than a length, ONNX is not
+            installed, or texts are to be generated and no model does.
         DeviceError: a model cannot be exported, or the device has too little memory.
         StorageError: a folder of --onnx exists already, or cannot be written.
         InterruptedRunError: a stop was requested.
@@ -109,6 +114,7 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
         for model, encoder in zip(models, loaded, strict=True)
     }
     runs |= {_Key(ONNX, name): run for name, (run, _) in exported.items()}
+    runs |= _generators(models, config, device)
     passes = list(_passes(runs, config, token=min(tokens), device=device, session=session))
     sizes = {model.name: _size(encoder, longest) for model, encoder in zip(models, loaded, strict=True)}
     teacher_flops = sizes[models[0].name].flops_per_token
@@ -192,6 +198,27 @@ def _forward(model: Encoder) -> Run:
     return run
 
 
+def _generators(models: Sequence[Evaluated], config: SpeedConfig, device: torch.device) -> dict[_Key, Run]:
+    """Return how each model that was fine-tuned for it generates texts from ids."""
+    if config.generate is None:
+        return {}
+    able = [model for model in models if (model.folder / GENERATION_FILE).is_file()]
+    if not able:
+        raise InvalidConfigError(
+            f"--generate {config.generate}: none of the models was fine-tuned to generate texts. Leave it "
+            "out, or name a folder that `minilm-cache evaluate --task squad-qg --keep-models` wrote."
+        )
+    decoding = Decoding(
+        max_source=max(config.length), max_new_tokens=config.generate, min_new_tokens=config.generate - 1
+    )
+    runs: dict[_Key, Run] = {}
+    for model in able:
+        generator = TextGenerator.load(model.folder, device)
+        check_generates(generator.model.model, decoding, model.name)
+        runs[_Key(GENERATE, model.name)] = partial(generator.generate_ids, decoding=decoding)
+    return runs
+
+
 def _passes(
     runs: Mapping[_Key, Run], config: SpeedConfig, *, token: int, device: torch.device, session: Session
 ) -> Iterator[tuple[str, Pass]]:
@@ -210,8 +237,10 @@ def _passes(
             with enough_memory(device, "Take a lower --batch-size or --length"):
                 seconds |= seconds_in_turns(passes, device, config.turns)
         session.progress.advance(len(runs) * (config.turns + 1))
-        first = seconds[next(iter(runs))]
         for key, latency_s in seconds.items():
+            generates = key.runtime == GENERATE
+            first = seconds[next(other for other in runs if (other.runtime == GENERATE) == generates)]
+            num_tokens = batch_size * (config.generate if generates and config.generate else length)
             yield (
                 key.model,
                 Pass(
@@ -219,7 +248,7 @@ def _passes(
                     batch_size=batch_size,
                     length=length,
                     latency_ms=latency_s * _MILLISECONDS,
-                    tokens_per_s=batch_size * length / latency_s,
+                    tokens_per_s=num_tokens / latency_s,
                     speedup=first / latency_s,
                 ),
             )

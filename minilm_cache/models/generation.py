@@ -280,7 +280,6 @@ class TextGenerator:
         self.tokenizer.save_pretrained(folder)
         save_decoding(self.decoding, self.tokenizer, Path(folder))
 
-    @torch.inference_mode()
     def generate(
         self,
         texts: Sequence[str | tuple[str, ...]],
@@ -308,7 +307,13 @@ class TextGenerator:
         generated = [""] * len(sources)
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
-            ids = self._generate([sources[number] for number in numbers], decoding)
+            batch = self.tokenizer.pad(
+                {"input_ids": [sources[number] for number in numbers]},
+                padding_side="left",
+                return_attention_mask=True,
+                return_tensors="pt",
+            ).to(self.model.device)
+            ids = self.generate_ids(batch["input_ids"], batch["attention_mask"], decoding=decoding)
             # Word pieces stand apart from signs until they are cleaned up.
             words = self.tokenizer.batch_decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=True
@@ -319,21 +324,28 @@ class TextGenerator:
                 advance(len(numbers))
         return generated
 
-    def _generate(self, sources: Sequence[list[int]], decoding: Decoding) -> Int[Tensor, "batch new"]:
-        batch = self.tokenizer.pad(
-            {"input_ids": list(sources)}, padding_side="left", return_attention_mask=True, return_tensors="pt"
-        ).to(self.model.device)
-        prompt = batch["input_ids"].shape[1]
+    @torch.inference_mode()
+    def generate_ids(
+        self, ids: Int[Tensor, "batch length"], mask: Int[Tensor, "batch length"], *, decoding: Decoding
+    ) -> Int[Tensor, "batch new"]:
+        """Return the ids that are generated from ids of sources, filled up with padding.
+
+        Args:
+            ids: sources with their special tokens; padding is on the left.
+            mask: 1 at tokens, 0 at padding.
+            decoding: how to generate.
+        """
+        prompt = ids.shape[1]
         size = decoding.no_repeat_ngram_size
         model: Any = self.model  # transformers types the method for models with a class of its own
-        ids = model.generate(
-            batch["input_ids"],
-            attention_mask=batch["attention_mask"],
+        generated = model.generate(
+            ids,
+            attention_mask=mask,
             generation_config=generation_config(decoding, self.tokenizer),
             logits_processor=LogitsProcessorList([_NoRepeats(size, prompt)] if size else []),
         )
-        assert isinstance(ids, Tensor)
-        return ids[:, prompt:]
+        assert isinstance(generated, Tensor)
+        return generated[:, prompt:]
 
 
 def encode_sources(

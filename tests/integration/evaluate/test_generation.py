@@ -74,6 +74,17 @@ def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, c
     )
     assert as_is["scores"] == trial["scores"]
 
+    code, printed, err = command(
+        *("speed", teacher, folder / "model", "--generate", 4, "--batch-size", 2, "--length", 16),
+        *("--turns", 1, "--device", "cpu", "--json"),
+    )
+    assert code == 0, err
+    passes = {run["runtime"]: run for run in json.loads(printed)["models"][1]["passes"]}
+    assert passes["generate"]["tokens_per_s"] * passes["generate"]["latency_ms"] == pytest.approx(8e3)
+    assert passes["generate"]["speedup"] == 1
+    code, _, err = command("speed", teacher, "--generate", 4, "--length", 16)
+    assert (code, "none of the models was fine-tuned" in err) == (2, True)
+
     out = tmp_path / "questions.jsonl"
     code, printed, err = command("generate", folder / "model", "--file", dev, "--out", out)
     assert code == 0, err

@@ -18,6 +18,8 @@ from tests.conftest import Command
 from tests.support import save_teacher, write_hub
 from tests.tasks import evaluated, write_glue, write_squad, write_sst2
 
+KINDS = ("evaluate.kinds", "evaluate.texts", "evaluate.spans", "evaluate.generation", "evaluate.metrics")
+"""Modules that need the libraries of scores."""
 SST2 = next(task for task in TASKS.values() if isinstance(task, TextTask) and task.name == "sst2")
 
 
@@ -277,7 +279,7 @@ def test_an_extra_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, lacking, None)
-    for name in ("evaluate.run", "evaluate.metrics", "evaluate.embeddings", "deploy.onnx"):
+    for name in ("evaluate.run", *KINDS, "evaluate.embeddings", "deploy.onnx"):
         monkeypatch.delitem(sys.modules, f"minilm_cache.{name}", raising=False)  # imported anew
     words = {"TEACHER": str(teacher), "OUT": str(tmp_path / "onnx")}
     arguments = [words.get(word, word) for word in command_line]

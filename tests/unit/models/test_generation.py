@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support import WORDS, save_teacher, tiny_model, tiny_tokenizer
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "electra")
 TOKENIZER = tiny_tokenizer()
-SOURCES = [" ".join(WORDS[:5]), (" ".join(WORDS[3:12]), WORDS[4]), WORDS[7]]
+SOURCES: list[str | tuple[str, ...]] = [" ".join(WORDS[:5]), (" ".join(WORDS[3:12]), WORDS[4]), WORDS[7]]
 DECODING = Decoding(max_source=20, max_new_tokens=6)
 
 
@@ -85,6 +86,10 @@ def test_copies_in_one_pass_are_what_decoding_predicts(family: str) -> None:
         torch.testing.assert_close(together[place], logits, rtol=1e-5, atol=1e-5)
 
 
+def _text(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=True)).strip()
+
+
 def _greedy(model: PreTrainedModel, source: Sequence[int], most: int) -> list[int]:
     target: list[int] = []
     while len(target) < most and TOKENIZER.sep_token_id not in target:
@@ -99,9 +104,7 @@ def test_one_beam_is_greedy_decoding_by_whole_passes(family: str) -> None:
     generator = TextGenerator(model, TOKENIZER, DECODING)
     found = generator.generate(SOURCES)
     sources = encode_sources(TOKENIZER, SOURCES, DECODING.max_source)
-    expected = [
-        TOKENIZER.decode(_greedy(model, source, 6), skip_special_tokens=True).strip() for source in sources
-    ]
+    expected = [_text(_greedy(model, source, 6)) for source in sources]
     assert found == expected
     assert len(set(found)) > 1
 
@@ -110,7 +113,8 @@ def test_each_step_with_kept_keys_equals_a_whole_pass() -> None:
     model = _model("bert")
     generator = TextGenerator(model, TOKENIZER, DECODING)
     source = encode_sources(TOKENIZER, SOURCES[:1], 20)[0]
-    output = generator.model.generate(  # type: ignore[misc]
+    whole_model: Any = generator.model  # transformers types the method for models with a class of its own
+    output = whole_model.generate(
         torch.tensor([source]),
         attention_mask=torch.ones(1, len(source), dtype=torch.int64),
         max_new_tokens=5,
@@ -142,14 +146,17 @@ def test_beams_find_the_best_of_all_texts(penalty: float) -> None:
     most = 3
 
     def score(target: Sequence[int]) -> float:
-        total = sum(float(_next(model, source, target[:place])[token]) for place, token in enumerate(target))
-        return total / len(target) ** penalty
+        total: float = sum(
+            float(_next(model, source, target[:place])[token]) for place, token in enumerate(target)
+        )
+        divisor: float = len(target) ** penalty
+        return total / divisor
 
     ended = [(*begin, end) for length in range(most) for begin in itertools.product(words, repeat=length)]
     best = max([*ended, *itertools.product(words, repeat=most)], key=score)
     decoding = Decoding(max_source=20, max_new_tokens=most, num_beams=216, length_penalty=penalty)
     found = TextGenerator(model, TOKENIZER, decoding).generate(SOURCES[:1])
-    assert found == [TOKENIZER.decode(best, skip_special_tokens=True).strip()]
+    assert found == [_text(best)]
 
 
 def test_ngrams_of_the_source_may_come_and_those_of_the_text_once() -> None:
