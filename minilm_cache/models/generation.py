@@ -227,6 +227,7 @@ def generation_config(
     end = tokenizer.sep_token_id
     return GenerationConfig(
         do_sample=False,
+        use_cache=True,
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
         suppress_tokens=[token for token in tokenizer.all_special_ids if token != end],

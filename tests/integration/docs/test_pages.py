@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import save_teacher, write_corpus
-from tests.tasks import write_glue
+from tests.tasks import write_glue, write_squad
 
 ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(
@@ -58,6 +58,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{**scored, "query": part} for part in paragraphs]
     (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_glue(folder / "glue")
+    write_squad(folder / "SQuAD", "1.1")
+    summaries = [{"src": part, "tgt": part.split()[0]} for part in paragraphs[:12]]
+    (folder / "summaries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in summaries))
     return folder
 
 
@@ -89,6 +92,7 @@ def test_commands_do_what_the_page_says(
         if any(word.endswith("/NAME") for word in given):
             (cache,) = json.loads(command("ls", store, "--json")[1])["caches"]
             given = [cache["url"] if word.endswith("/NAME") else word for word in given]
+        given = [match for word in given for match in _matches(word)]
         if given[0] == "export-model":
             given += ["--texts", "16"]
         if given[0] == "search":
@@ -101,6 +105,11 @@ def test_commands_do_what_the_page_says(
         assert code == 0 or "ended worse than with the weights that training began with" in err, (
             f"{line}\n{err}"
         )
+
+
+def _matches(word: str) -> list[str]:
+    """Return the files that a shell would put in the place of a word."""
+    return sorted(map(str, Path().glob(word))) if "*" in word else [word]
 
 
 def test_messages_that_are_explained_exist() -> None:

@@ -109,6 +109,13 @@ def test_one_beam_is_greedy_decoding_by_whole_passes(family: str) -> None:
     assert len(set(found)) > 1
 
 
+def test_a_configuration_may_not_turn_keys_off() -> None:
+    """Trainings turn `use_cache` off, and what they save says so."""
+    model = tiny_model("bert", head="tokens", attention="sdpa", seed=3, use_cache=False)
+    expected = TextGenerator(_model("bert"), TOKENIZER, DECODING).generate(SOURCES)
+    assert TextGenerator(model, TOKENIZER, DECODING).generate(SOURCES) == expected
+
+
 def test_each_step_with_kept_keys_equals_a_whole_pass() -> None:
     model = _model("bert")
     generator = TextGenerator(model, TOKENIZER, DECODING)
