@@ -64,7 +64,7 @@ def evaluate(
             session=session,
         )
     if json:
-        print_json(_document(evaluation))
+        print_json(document_of(evaluation))
     else:
         _print(evaluation)
     failed = [f"{summary.model} on {summary.task}" for summary in evaluation.summaries if not summary.scores]
@@ -75,7 +75,8 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _document(evaluation: "Evaluation") -> dict[str, Any]:
+def document_of(evaluation: "Evaluation") -> dict[str, Any]:
+    """Return an evaluation as commands print it as JSON."""
     return {
         "evaluations": str(evaluation.path),
         "trials": [

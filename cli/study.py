@@ -8,6 +8,7 @@ import typer
 from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import quiet_libraries
+from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
 from minilm_cache.cli.tables import print_summary
@@ -78,6 +79,7 @@ def _show(result: "StudyResult", *, json: bool) -> None:
                 "students": result.students.to_pylist(),
                 "summary": result.summary.to_pylist(),
                 "diverged": result.diverged,
+                **({} if result.evaluation is None else {"scores": document_of(result.evaluation)}),
             }
         )
         return
@@ -85,6 +87,8 @@ def _show(result: "StudyResult", *, json: bool) -> None:
     if result.diverged:
         print_pairs({"diverged": ", ".join(result.diverged)})
     print_summary(result.summary)
+    if result.evaluation is not None:
+        print_scores(result.evaluation)
 
 
 def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:

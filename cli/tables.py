@@ -112,7 +112,8 @@ def print_summary(summary: "pa.Table") -> None:
     headings = [NAMES[name] for name in differing]
     priced = ["cost"] if summary["cost"].null_count < len(summary) else []
     print_table(
-        "Measured on held-out sequences: mean over seeds +- standard deviation. KLs are in nats",
+        "Measured on held-out sequences, and scores on tasks: mean over seeds +- standard deviation. KLs are "
+        "in nats",
         [*headings, *map(_heading, measured), "seeds"],
         [[*map(row.get, differing), *_kls(row, measured), str(row["seeds"])] for row in rows],
     )
@@ -128,7 +129,7 @@ def print_summary(summary: "pa.Table") -> None:
 
 def _heading(column: str) -> str:
     words = {"masked_agreement": "masked tokens like the teacher", "held_out_loss": "held-out loss"}
-    return words.get(column, f"KL, {column[3:]}")
+    return words.get(column, f"KL, {column[3:]}" if column.startswith("kl_") else column.partition(": ")[2])
 
 
 def _kls(row: dict[str, Any], measured: list[str]) -> list[str]:

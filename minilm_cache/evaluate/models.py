@@ -1,6 +1,6 @@
 """Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,11 +171,19 @@ def refuse_run_as_teacher(names: Sequence[str]) -> None:
         )
 
 
+def _with_runs(names: Iterable[str]) -> Iterator[str]:
+    """Yield names of models; a chain, a study or a search stands for its complete runs."""
+    for name in names:
+        runs = sorted(file.parent for file in Path(name).glob(f"runs/*/{RUN_FILE}"))
+        complete = [str(run) for run in runs if load_record(run).complete]
+        yield from complete or [name]
+
+
 def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:
     """Return the models that the names stand for. A run stands for its students that did not diverge.
 
     Args:
-        names: `mini`, aliases, hub ids, folders of models or of runs.
+        names: `mini`, aliases, hub ids, folders of models, of runs, of chains or of studies.
         revision: revision of models from the hub. None means the default revision.
         untrained: whether to return each model's shape with random weights, too.
 
@@ -184,7 +192,7 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
         InvalidConfigError: two models have the same name, or a run has a revision.
     """
     models: list[Evaluated] = []
-    for name in dict.fromkeys(names):
+    for name in _with_runs(dict.fromkeys(names)):
         folder = Path(name)
         if is_run(folder):
             if revision is not None:

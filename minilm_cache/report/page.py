@@ -43,7 +43,15 @@ from minilm_cache.report.similarity import (
     layer_similarity,
     relation_agreement,
 )
-from minilm_cache.report.tables import KL_COLUMNS, NAMES, measures, row_names, students_table, summary_table
+from minilm_cache.report.tables import (
+    KL_COLUMNS,
+    NAMES,
+    SCORE,
+    measures,
+    row_names,
+    students_table,
+    summary_table,
+)
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
@@ -177,6 +185,7 @@ def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str,
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "has_loss": "held_out_loss" in measures(summary),
+        "scores": [name for name in measures(summary) if name.startswith(SCORE)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
 

@@ -41,6 +41,8 @@ NAMES: Final = {
     "kl_to": "KL to",
 }
 """Columns that name a row of a summary, and their headings."""
+SCORE: Final = "score: "
+"""Beginning of the names of columns that hold scores on tasks."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
@@ -83,6 +85,7 @@ def students_table(
     device: str | None = None,
     price_per_hour: float | None = None,
     agreements: Mapping[tuple[str, str], float] | None = None,
+    scores: Mapping[str, Mapping[str, float]] | None = None,
 ) -> pa.Table:
     """Return a row for each student of complete runs; one that diverged has no KL.
 
@@ -101,6 +104,8 @@ def students_table(
         price_per_hour: price of the machine for an hour. None means that costs are left out.
         agreements: share of masked tokens that students predict like the teacher, by name of the run and
             shape. None means that the column is empty.
+        scores: scores on tasks by metric, of each student by its name in evaluations (run/shape). Each metric
+            is a further column, whose name begins with `SCORE`. None means that there are none.
 
     Raises:
         MiniLMCacheError: a cache, a configuration or a student is damaged.
@@ -126,7 +131,12 @@ def students_table(
             row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
             row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(student.arch))}
             rows.append({column: row.get(column) for column in STUDENTS.names})
-    return pa.Table.from_pylist(rows, schema=STUDENTS)
+    table = pa.Table.from_pylist(rows, schema=STUDENTS)
+    names = [f"{run.path.resolve().name}/{student.arch}" for run in runs for student in run.record.students]
+    for metric in dict.fromkeys(metric for of_model in (scores or {}).values() for metric in of_model):
+        values = [(scores or {}).get(name, {}).get(metric) for name in names]
+        table = table.append_column(f"{SCORE}{metric}", pa.array(values, pa.float64()))
+    return table
 
 
 def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:
@@ -221,7 +231,8 @@ def summary_table(students: pa.Table) -> pa.Table:
     standard deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
-    kls = [*KL_COLUMNS.values(), "kl_sum", "held_out_loss", "masked_agreement"]
+    scores = [name for name in students.column_names if name.startswith(SCORE)]
+    kls = [*KL_COLUMNS.values(), "kl_sum", "held_out_loss", "masked_agreement", *scores]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = ["run", "codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]

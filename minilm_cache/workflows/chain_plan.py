@@ -18,7 +18,7 @@ from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.several import check_also
-from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TEACHER_CACHE
 from minilm_cache.settings import FrozenSettings, Settings, first_problem, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -36,14 +36,12 @@ from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.resume import first_config
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig, naming_settings
+from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, ChainConfig, naming_settings
 from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
 
 SETTINGS_FILE = "settings.json"
 _MAX_SLUG: Final = 64
-_NEEDS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=False))
-"""Needs of objectives that learn relations or vectors of texts, which caches of a chain hold."""
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "compare_direct": True,
@@ -238,8 +236,8 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         check_codec(each, config.dump.codec)
     if config.train.first is not None:
         _check_first(config)
-    if config.train.spec.needs not in _NEEDS:
-        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
+    if config.train.spec.needs not in NEEDS_OF_CHAINS:
+        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in NEEDS_OF_CHAINS)
         raise InvalidConfigError(
             f"--objective {config.train.objective}: a chain's students learn relations or vectors of texts. "
             f"Use {fitting}, or dump and train stage by stage."
@@ -273,7 +271,7 @@ def _check_first(config: ChainConfig) -> None:
     refuse_ranks("--first", "`chain --dry-run` shows")
     first = first_config(config.train)
     check_codec(first, config.dump.codec)
-    if first.spec.needs not in _NEEDS:
+    if first.spec.needs not in NEEDS_OF_CHAINS:
         raise InvalidConfigError(f"--first {first.objective}: a chain's caches do not hold what it needs.")
     if first.spec.needs.pooled and not config.train.spec.needs.pooled:
         raise InvalidConfigError(

@@ -10,6 +10,7 @@ from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.evaluate.settings import RECORDS
 from minilm_cache.models.decoding import DecodingOptions
+from minilm_cache.objectives.spec import Needs
 from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
@@ -36,6 +37,8 @@ def naming_settings(train: Mapping[str, Any], earlier: Collection[str]) -> dict[
     return without_defaults(settings, defaults_of_later(TrainConfig, earlier))
 
 
+NEEDS_OF_CHAINS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=False))
+"""Needs of objectives that learn relations or vectors of texts, which caches of a chain hold."""
 NOT_OF_A_CHAIN: Final = frozenset({"rank", "world_size", "serve", "for", *StateSettings.model_fields}) - {
     "pooling",
     "min_cosine",

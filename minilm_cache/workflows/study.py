@@ -20,6 +20,8 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import DivergedError, InvalidConfigError
+from minilm_cache.evaluate.card import Summary
+from minilm_cache.evaluate.run import Evaluation, evaluate_models
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.load import read_config
@@ -38,6 +40,8 @@ from minilm_cache.report.tables import students_table, summary_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.initial import check_beginning
@@ -45,12 +49,13 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.study_spec import Pass, Study
+from minilm_cache.workflows.study_spec import Assistant, Pass, Study
 
 PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
+EVALUATIONS = "evaluations"
 _OBJECTIVE_SETTINGS = {"epochs", "init_teacher", "init_layers", "eval_steps", *ObjectiveConfig.model_fields}
 """Settings of a pass that the steps of `mlm-kd` after it do not share."""
 
@@ -66,6 +71,8 @@ class StudyResult:
     """Means and standard deviations over seeds (`report.tables.summary_table`)."""
     diverged: tuple[str, ...] = ()
     """Names of the passes whose students all diverged, so that the tables lack them."""
+    evaluation: Evaluation | None = None
+    """Trials of the teacher and of all students. None means that the study asks for none."""
 
     @property
     def report(self) -> Path:
@@ -94,6 +101,7 @@ def run_study(
         MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
     session, folder = session.with_absolute_home(), folder.absolute()
+    study = study.grown(folder)
     check_shapes(study, session.home, here=cluster is None)
     results = run_jobs(_jobs(study, folder), cluster, folder=folder, session=session)
     result: StudyResult = results[-1]
@@ -110,6 +118,14 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
             numbers[name] = len(jobs)
             call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name)
             jobs.append(Job(name=f"cache {name}", call=call, after=after))
+    for name, assistant in study.made.items():
+        place = _place(study, folder, assistant.teacher)
+        training = assistant.training
+        call = partial(_train, training.config, place, out=folder / "runs" / training.name)
+        jobs.append(Job(name=f"assistant {training.name}", call=call, after=(numbers[assistant.teacher],)))
+        numbers[name] = len(jobs)
+        call = partial(_dump_assistant, study, assistant, folder=folder)
+        jobs.append(Job(name=f"cache {name}", call=call, after=(len(jobs) - 1,)))
     learned: list[int] = []
     for planned in study.passes:
         place = _place(study, folder, planned.cache)
@@ -123,8 +139,12 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
             masked.append(len(jobs))
             call = partial(_train_masked, study, planned, folder=folder)
             jobs.append(Job(name=_agreement_of(planned), call=call, after=(number,)))
+    scored: list[int] = []
+    if study.evaluation is not None:
+        scored.append(len(jobs))
+        jobs.append(Job(name="scores", call=partial(_evaluate, study, folder), after=tuple(learned)))
     compare = partial(_compare, study, folder)
-    jobs.append(Job(name="comparison with the teacher", call=compare, after=(*learned, *masked)))
+    jobs.append(Job(name="comparison with the teacher", call=compare, after=(*scored, *learned, *masked)))
     return jobs
 
 
@@ -135,14 +155,47 @@ def _agreement_of(planned: Pass) -> str:
 
 def _place(study: Study, folder: Path, cache: str) -> str:
     """Return the folder or URL of a cache of the study."""
-    known = study.caches[cache]
+    known = study.caches.get(cache)
     return known if isinstance(known, str) else str(folder / "caches" / cache)
+
+
+def _reference(study: Study, folder: Path, cache: str) -> Path | None:
+    """Return the cache of the teacher that students are compared with. None means their own cache."""
+    assistant = study.made.get(cache)
+    return None if assistant is None else folder / "caches" / assistant.teacher
 
 
 def _dump(config: DumpConfig, path: Path, tokens_of: Path | None = None, *, session: Session) -> Path:
     """Dump a cache, which shares the token files of the first one, and return its folder."""
     dump_cache(config, out=path, tokens_of=tokens_of, session=session)
     return tokens_of or path
+
+
+def _dump_assistant(
+    study: Study, assistant: Assistant, has_learned: bool, *, folder: Path, session: Session
+) -> Path:
+    """Dump what an assistant computes over its teacher's sequences."""
+    if not has_learned:
+        raise DivergedError(f"assistant {assistant.name} diverged. Lower lr under train.")
+    of_teacher = study.caches[assistant.teacher]
+    assert isinstance(of_teacher, DumpConfig)
+    first, out = folder / "caches" / assistant.teacher, folder / "caches" / assistant.name
+    is_there = (out / MANIFEST).exists() and read_manifest(out).complete
+    shard_tokens = None if is_there else read_manifest(first).shard_tokens
+    config = assistant.dump(of_teacher, folder / "runs", shard_tokens)
+    dump_cache(config, out=out, tokens_of=first, session=session)
+    return first
+
+
+def _evaluate(study: Study, folder: Path, *have_learned: bool, session: Session) -> Evaluation:
+    """Fine-tune and score the teacher and all students that have learned."""
+    assert study.evaluation is not None
+    assert study.teacher is not None
+    name, revision = study.teacher
+    passes = zip(study.passes, have_learned, strict=True)
+    runs = [str(folder / "runs" / planned.name) for planned, has_learned in passes if has_learned]
+    teacher = str(locate_teacher(name, revision).folder) if revision is not None else name
+    return evaluate_models(study.evaluation, [teacher, *runs], out=folder / EVALUATIONS, session=session)
 
 
 def _train(
@@ -179,7 +232,7 @@ def _masked_folder(study: Study, folder: Path, planned: Pass) -> Path:
 def _compare(
     study: Study,
     folder: Path,
-    *have_learned: bool,
+    *results: Any,  # noqa: ANN401 - of jobs of several kinds
     session: Session,
 ) -> StudyResult:
     """Write the tables and the page of complete runs.
@@ -187,24 +240,18 @@ def _compare(
     Args:
         study: the study.
         folder: folder of the study.
-        have_learned: whether each pass has a student that did not diverge, then the same of the passes of
-            `mlm-kd` after them.
+        results: the evaluation, if the study asks for one; whether each pass has a student that did not
+            diverge; then the same of the passes of `mlm-kd` after them.
         session: its home is the folder for local copies of caches at URLs. Its progress shows what is
             measured. Its `should_stop` is not called, since what is measured takes seconds.
 
     Raises:
         DivergedError: no pass has such a student.
     """
-    runs = [
-        TrainedRun.open(
-            folder / "runs" / planned.name,
-            cache_place=_place(study, folder, planned.cache),
-            home=session.home,
-            name=planned.cache,
-        )
-        for planned, has_learned in zip(study.passes, have_learned, strict=False)
-        if has_learned
-    ]
+    has_scores = study.evaluation is not None
+    evaluation: Evaluation | None = results[0] if has_scores else None
+    have_learned: tuple[bool, ...] = results[1:] if has_scores else results
+    runs = _opened(study, folder, have_learned, home=session.home)
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
     teacher = _teacher(study)
@@ -220,6 +267,7 @@ def _compare(
         device=study.passes[0].config.device,
         price_per_hour=study.price_per_hour,
         agreements=_agreements(runs, teacher, masked),
+        scores=None if evaluation is None else _scores_of(evaluation.summaries),
     )
     summary = summary_table(students)
     with storage_errors("write results in", folder):
@@ -230,7 +278,38 @@ def _compare(
     write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
     names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
     diverged = tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
-    return StudyResult(path=folder, students=students, summary=summary, diverged=diverged)
+    return StudyResult(
+        path=folder, students=students, summary=summary, diverged=diverged, evaluation=evaluation
+    )
+
+
+def _opened(
+    study: Study, folder: Path, have_learned: Sequence[bool], *, home: Path | None
+) -> list[TrainedRun]:
+    """Return the runs of passes with a student that did not diverge."""
+    return [
+        TrainedRun.open(
+            folder / "runs" / planned.name,
+            cache_place=_place(study, folder, planned.cache),
+            home=home,
+            name=planned.cache,
+            reference=_reference(study, folder, planned.cache),
+            reference_layer=planned.config.teacher_layer,
+        )
+        for planned, has_learned in zip(study.passes, have_learned, strict=False)
+        if has_learned
+    ]
+
+
+def _scores_of(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
+    """Return the means over seeds of each model's scores on dev sets, by name of the model and metric."""
+    scores: dict[str, dict[str, float]] = {}
+    for summary in summaries:
+        for name, metrics in summary.scores.items():
+            words = " ".join(filter(None, (Path(summary.task).name, summary.track, name)))
+            for metric, score in metrics.items():
+                scores.setdefault(summary.model, {})[f"{words} {metric}"] = score.mean
+    return scores
 
 
 def _agreements(
@@ -262,6 +341,8 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
+    for assistant in study.assistants:
+        _check_assistant(study, assistant)
     for name, cache in study.caches.items():
         opened: Cache | None = None
         if isinstance(cache, DumpConfig):
@@ -283,6 +364,30 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
                 check_also(planned.config.also, home=home)
                 if opened is not None:
                     choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+
+
+def _check_assistant(study: Study, assistant: Assistant) -> None:
+    """Raise InvalidConfigError for an assistant that cannot learn, or whose students could not."""
+    cache = study.caches[assistant.teacher]
+    assert isinstance(cache, DumpConfig)
+    source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
+    teacher, config = read_config(source.folder), assistant.training.config
+    heads = teacher.num_attention_heads
+    split = split_into(config.objective, config.relation_heads, heads)
+    try:
+        shape = parse_arch(config.arch[0], heads, split_into=split)
+        student = shape_config(shape, teacher.to_dict(), teacher.model_type)
+        check_beginning(config, shape, teacher)
+        for planned in study.passes:
+            if planned.cache == assistant.name:
+                for arch in planned.config.arch:
+                    check_beginning(planned.config, parse_arch(arch, heads, split_into=split), student)
+    except InvalidConfigError as error:
+        study.source.fail(("assistants",), str(error))
+    if shape.num_heads != heads:
+        problem = f"{config.arch[0]}: an assistant must have its teacher's {heads} heads, so that the same "
+        problem += f"students can be trained with and without it; leave out :h{shape.num_heads}"
+        study.source.fail(("assistants",), problem)
 
 
 def _check_pass(

@@ -11,7 +11,7 @@ from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.study import check_shapes
-from minilm_cache.workflows.study_spec import Pass, Study
+from minilm_cache.workflows.study_spec import Assistant, Pass, Study
 
 COMPLETE = "complete"
 TO_DO = "to do"
@@ -73,11 +73,13 @@ def preview_study(study: Study, folder: Path, home: Path, *, here: bool = True) 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; what a study would refuse is refused here.
     """
+    study = study.grown(folder)
     check_shapes(study, home, here=here)
+    caches: dict[str, DumpConfig | str | Assistant] = {**study.caches, **study.made}
     return Preview(
         caches={
-            name: cache_state(folder / "caches" / name) if isinstance(cache, DumpConfig) else COMPLETE
-            for name, cache in study.caches.items()
+            name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)
+            for name, cache in caches.items()
         },
         passes=[(planned, run_state(folder / "runs" / planned.name)) for planned in study.passes],
     )

@@ -1,16 +1,17 @@
 """Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, joined_names, known_objective
@@ -19,9 +20,10 @@ from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig, with_preset
+from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.resume import first_config
-from minilm_cache.workflows.config import naming_settings
+from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, naming_settings
 from minilm_cache.workflows.study_source import Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
@@ -76,7 +78,8 @@ class StudyDocument(FrozenSettings):
     """The keys of STUDY.yaml."""
 
     dump: dict[str, Any] = Field(default_factory=dict)
-    """Settings of `DumpConfig` that all caches share: teacher, corpus, max_length, ..."""
+    """Settings of `DumpConfig` that all caches share: teacher, corpus, max_length, ... Without `for`, caches
+    hold what the objectives need."""
     caches: dict[str, dict[str, Any]] = Field(default={"cache": {}}, min_length=1)
     """Further settings of a dump, or `{cache: FOLDER-OR-URL}` for an existing cache, by name of the cache.
     Without names there is one cache, with the settings of `dump`."""
@@ -94,6 +97,13 @@ class StudyDocument(FrozenSettings):
     agreement_steps: Annotated[int, Field(ge=1)] | None = None
     """Steps of `mlm-kd` that every student takes in addition, so that all of them predict masked tokens; this
     needs caches with labels. None means that agreement on masked tokens is not measured."""
+    assistants: tuple[str, ...] = ()
+    """Shapes of assistants. Each learns from every cache that the study dumps, by the first objective and
+    seed whose students can be teachers; students of objectives about relations or vectors of texts then also
+    learn from what it computes."""
+    evaluate: dict[str, Any] | None = None
+    """Settings of `EvaluateConfig` (task, data, seeds, ...) by which teacher and students are fine-tuned and
+    scored. None means that they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +111,60 @@ class Pass:
     """Training of the students of one cache, one objective and one seed, which share every batch."""
 
     cache: str
-    name: str
+    label: str
+    """Name of the pass without what identifies its settings."""
     config: TrainConfig
+    also: tuple[str, ...] = ()
+    """Further caches, as the document names them."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
+        content["also"] = list(self.also)  # wherever the document lies
+        identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
+        return f"{self.label}-{identity}"
+
+    def of(self, arch: Sequence[str]) -> "Pass":
+        """Return the pass of some of its students alone."""
+        return replace(self, config=self.config.with_changes(arch=tuple(arch)))
+
+    def grown(self, runs: Path) -> "Iterator[Pass]":
+        """Yield passes for its students: those that are in a folder of runs, then one for all that lack."""
+        left = self.config.arch
+        for size in range(len(left), 0, -1):
+            for arch in combinations(left, size):
+                if {*arch} <= {*left} and (runs / self.of(arch).name).is_dir():
+                    yield self.of(arch)
+                    left = tuple(shape for shape in left if shape not in arch)
+        if left:
+            yield self.of(left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assistant:
+    """An assistant, and the cache of what it computes."""
+
+    name: str
+    """Name of its cache."""
+    teacher: str
+    """Name of the cache that it learns from."""
+    training: Pass
+
+    def dump(self, of_teacher: DumpConfig, runs: Path, shard_tokens: int | None) -> DumpConfig:
+        """Return the settings of its dump: the teacher's sequences, in the same shards.
+
+        Args:
+            of_teacher: settings of its teacher's dump.
+            runs: folder of runs.
+            shard_tokens: tokens of a shard of its teacher's cache.
+        """
+        fields = StateSettings.model_fields
+        none = {name: fields[name].default for name in NOT_OF_A_CHAIN & fields.keys() if name != "pooled"}
+        (arch,) = self.training.config.arch
+        student = RunFolder(path=runs / self.training.name).student(arch)
+        changes = {"teacher": str(student), "revision": None, "layers": "last", "shard_tokens": shard_tokens}
+        return of_teacher.with_changes(**none, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +181,23 @@ class Study:
     passes: tuple[Pass, ...]
     price_per_hour: float | None
     agreement_steps: int | None
+    assistants: tuple[Assistant, ...] = ()
+    evaluation: EvaluateConfig | None = None
+    """How teacher and students are scored. None means that they are not."""
+
+    def grown(self, folder: Path) -> "Study":
+        """Return the study with a pass for the students that its folder has, and one for the others.
+
+        Args:
+            folder: folder of the study.
+        """
+        passes = [each for planned in self.passes for each in planned.grown(folder / "runs")]
+        return replace(self, passes=tuple(passes))
+
+    @property
+    def made(self) -> dict[str, Assistant]:
+        """The assistants by the names of their caches."""
+        return {assistant.name: assistant for assistant in self.assistants}
 
 
 def read_study(path: Path) -> Study:
@@ -129,23 +208,27 @@ def read_study(path: Path) -> Study:
     """
     source = Source(path)
     document = source.check(StudyDocument, _with_names(source), {"": ()})
-    caches = {name: _cache(source, document, name) for name in document.caches}
-    _check_labels(source, document, caches)
     choices = _choices(source, document)
     _check_lists(source, document, choices)
+    trainings = [
+        _training(source, document, choice=choice, index=index, seed=document.seed[0], init=None)
+        for index, choice in enumerate(choices)
+    ]
+    caches = {name: _cache(source, document, name=name, trainings=trainings) for name in document.caches}
+    _check_labels(source, document, caches)
     passes = []
     for name, cache in caches.items():
-        for index, choice in enumerate(choices):
-            for init, seed in product(document.init or (None,), document.seed):
-                config = _training(source, document, choice=choice, index=index, seed=seed, init=init)
-                if isinstance(cache, DumpConfig):
-                    _check_fits(source, _location(document, name), config=config, cache=cache)
-                content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
-                content["also"] = list(choice.settings.get("also", ()))  # wherever the document lies
-                begun = "" if init is None else f"-{Path(init).name}"
-                identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
-                slug = f"{name}-{choice.slug}{begun}-s{seed}-{identity}"
-                passes.append(Pass(cache=name, name=slug, config=config))
+        planned = list(_passes(source, document, cache=name, choices=choices))
+        if isinstance(cache, DumpConfig):
+            for each in planned:
+                _check_fits(source, _location(document, name), config=each.config, cache=cache)
+        passes += planned
+    assistants = _assistants(source, document, caches=caches, passes=passes)
+    for assistant in assistants:
+        fitting = [each for each in passes if each.cache == assistant.teacher and _is_of_a_chain(each.config)]
+        for each in fitting:
+            label = f"{assistant.name}{each.label.removeprefix(each.cache)}"
+            passes.append(replace(each, cache=assistant.name, label=label))
     return Study(
         source=source,
         teacher=_teacher(source, document),
@@ -154,7 +237,80 @@ def read_study(path: Path) -> Study:
         passes=tuple(passes),
         price_per_hour=document.price_per_hour,
         agreement_steps=document.agreement_steps,
+        assistants=assistants,
+        evaluation=_evaluation(source, document),
     )
+
+
+def _passes(
+    source: Source, document: StudyDocument, *, cache: str, choices: Sequence[ObjectiveChoice]
+) -> Iterator[Pass]:
+    """Yield the passes of a cache: one for each objective, each start and each seed."""
+    for index, choice in enumerate(choices):
+        for init, seed in product(document.init or (None,), document.seed):
+            begun = "" if init is None else f"-{Path(init).name}"
+            yield Pass(
+                cache=cache,
+                label=f"{cache}-{choice.slug}{begun}-s{seed}",
+                config=_training(source, document, choice=choice, index=index, seed=seed, init=init),
+                also=tuple(choice.settings.get("also", ())),
+            )
+
+
+def _is_of_a_chain(config: TrainConfig) -> bool:
+    """Return whether a training's students can be teachers, and learn from an assistant."""
+    is_own = config.init in (None, RANDOM, *FROM_TEACHER) and config.init_teacher is None and not config.also
+    is_served = all(
+        each.spec.needs in NEEDS_OF_CHAINS and each.layer_map == "last" for each in _with_first(config)
+    )
+    return is_own and is_served and config.teacher_layer is None and config.vocab is None
+
+
+def _assistants(
+    source: Source,
+    document: StudyDocument,
+    *,
+    caches: Mapping[str, DumpConfig | str],
+    passes: Sequence[Pass],
+) -> tuple[Assistant, ...]:
+    """Return the assistants between the caches that a study dumps and its students."""
+    if not document.assistants:
+        return ()
+    dumped = [name for name, cache in caches.items() if isinstance(cache, DumpConfig)]
+    fitting = [each for each in passes if each.cache in dumped and _is_of_a_chain(each.config)]
+    if not fitting:
+        source.fail(
+            ("assistants",),
+            "an assistant needs a cache that the study dumps, and an objective about relations or vectors of "
+            "texts of the last layer",
+        )
+    assistants = []
+    for name, arch in product(dict.fromkeys(each.cache for each in fitting), document.assistants):
+        first = next(each for each in fitting if each.cache == name)
+        values = {**dict(first.config), "arch": (arch,)}
+        config = source.check(TrainConfig, values, {"": ("assistants",)})
+        training = replace(first, label=f"{first.label}-assistant", config=config)
+        cache = f"{name}-via-{arch_slug(arch)}"
+        assistants.append(Assistant(name=cache, teacher=name, training=training))
+    return tuple(assistants)
+
+
+def _evaluation(source: Source, document: StudyDocument) -> EvaluateConfig | None:
+    """Return how teacher and students are scored; paths are relative to the document."""
+    if document.evaluate is None:
+        return None
+    if document.dump.get("teacher") is None:
+        source.fail(("evaluate",), "students are compared with a teacher; give it under dump")
+    values = dict(document.evaluate)
+    tasks = values.get("task")
+    tasks = values["task"] = [tasks] if isinstance(tasks, str) else list(tasks or ())
+    for place, task in enumerate(tasks):
+        if isinstance(task, str) and is_own_task(task):
+            tasks[place] = str(source.resolve(task))
+    for key in ("data", "dev"):
+        if isinstance(values.get(key), str) and source.resolve(values[key]).exists():
+            values[key] = str(source.resolve(values[key]))
+    return source.check(EvaluateConfig, values, dict.fromkeys((*values, ""), ("evaluate",)))
 
 
 def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
@@ -236,8 +392,13 @@ def _location(document: StudyDocument, name: str) -> Location:
     return ("caches", name) if "caches" in document.model_fields_set else ("dump",)
 
 
-def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | str:
-    """Return the settings of a cache's dump, or the folder or URL of a cache that exists."""
+def _cache(
+    source: Source, document: StudyDocument, *, name: str, trainings: Sequence[TrainConfig]
+) -> DumpConfig | str:
+    """Return the settings of a cache's dump, or the folder or URL of a cache that exists.
+
+    A dump without `for` serves the trainings.
+    """
     location = _location(document, name)
     if not _NAME.fullmatch(name):
         source.fail(
@@ -258,7 +419,18 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
     values = source.with_paths({**document.dump, **settings})
     locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
     locate |= dict.fromkeys(settings, location)
-    return source.check(DumpConfig, values, {"teacher": ("dump",), **locate, "": location})
+    locate = {"teacher": ("dump",), **locate, "": location}
+    config = source.check(DumpConfig, values, locate)
+    learned = [each for training in trainings for each in _with_first(training)]
+    if "for" in values or not any(_lacking(each, config) for each in learned):
+        return config
+    served = dict.fromkeys(each.objective for training in learned for each in training.each)
+    return source.check(DumpConfig, {**values, "for": list(served)}, locate)
+
+
+def _with_first(training: TrainConfig) -> list[TrainConfig]:
+    """Return a training after the one that it begins with, if there is one."""
+    return [training] if training.first is None else [first_config(training), training]
 
 
 def _training(
@@ -323,8 +495,7 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
 
 def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:
     """Refuse a cache that will not hold what an objective needs."""
-    if config.first is not None:
-        first = first_config(config)
+    for first in _with_first(config)[:-1]:
         _check_fits(source, location, config=first, cache=cache)
     try:
         for each in config.each:
@@ -333,6 +504,18 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         source.fail(location, str(error))
     if config.spec.is_relational and config.layer_map != "last" and cache.layers == "last":
         source.fail(location, f"layer_map {config.layer_map} needs several layers; give {{layers: all}}")
+    missing = _lacking(config, cache)
+    if missing:
+        given = [name for name in missing if name in cache.model_fields_set and getattr(cache, name)]
+        source.fail(
+            location,
+            f"objective {config.objective} needs {' and '.join(missing)}, which this cache will not hold; "
+            f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}",
+        )
+
+
+def _lacking(config: TrainConfig, cache: DumpConfig) -> list[str]:
+    """Return the settings of a dump that lack for a training."""
     needs = config.spec.needs
     takes_all = config.layer_map != "last" or config.spec.maps == ("last",)
 
@@ -351,11 +534,4 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         "pooled": needs.pooled and not cache.pooled,
         "signal": not set(needs.signals) <= set(cache.signal),
     }
-    missing = [name for name, is_missing in lacking.items() if is_missing]
-    if missing:
-        given = [name for name in missing if name in cache.model_fields_set and getattr(cache, name)]
-        source.fail(
-            location,
-            f"objective {config.objective} needs {' and '.join(missing)}, which this cache will not hold; "
-            f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}",
-        )
+    return [name for name, is_missing in lacking.items() if is_missing]

@@ -25,6 +25,7 @@ from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_chain import after
 from tests.support import World, save_teacher, write_corpus
+from tests.tasks import write_sst2
 
 TIMED = {"train_s", "own_train_s", "inference_tokens_per_s", "speedup", "cost"}
 
@@ -208,10 +209,97 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, c
     assert summary_table(diverged)["seeds"].to_pylist() == [1, 1]
 
 
-def test_a_study_may_grow(world: World) -> None:
-    run_study(read_study(document(world, seed=" [0]")), world.root / "study", session=Session(world.home))
-    grown = read_study(document(world, seed=" [0]", arch=" [1x16, 1x32, 1x48]"))
-    assert len(run_study(grown, world.root / "study", session=Session(world.home)).summary) == 6
+def test_a_study_that_grows_trains_what_is_missing(world: World) -> None:
+    """However often it grows, students that are there stay as they are."""
+    folder, session = world.root / "study", Session(world.home)
+
+    def run(arch: str) -> pa.Table:
+        return run_study(read_study(document(world, seed=" [0]", arch=arch)), folder, session=session).summary
+
+    run(" [1x16, 1x32]")
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/students/*/model.safetensors")}
+    assert len(run(" [1x16, 1x32, 1x48]")) == 6
+    assert len(run(" [1x48, 1x16, 2x16, 1x32]")) == 8
+    trained = [path for path in folder.glob("runs/*/students/*/model.safetensors") if path not in before]
+    assert sorted(path.parent.name for path in trained) == ["1x48", "1x48", "2x16", "2x16"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_caches_hold_what_the_objectives_need(world: World, command: Command) -> None:
+    """A study says objectives; `for` is filled in where it is not given."""
+    changes = {"objective": " [minilm, hidden-mse]", "caches": "\n  one: {codec: vectors}", "seed": " [0]"}
+    code, out, err = command("study", document(world, **changes), "--json")
+    assert code == 0, err
+    assert {row["objective"] for row in json.loads(out)["students"]} == {"minilm", "hidden-mse"}
+
+
+def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
+    """Assistants between, scores of teacher and students, and one closeness to one teacher for all."""
+    data = write_sst2(world.root / "glue" / "SST-2", num_train=16, num_dev=8)
+    changes = {
+        "caches": "\n  one: {codec: vectors, max_kl: 0.05}",
+        "seed": " [0]",
+        "assistants": " [2x32]",
+        "evaluate": " {task: sst2, data: glue, epochs: [1], max_length: 16, seeds: 2, device: cpu}",
+    }
+    path = document(world, **changes)
+    code, out, err = command("study", path, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["caches"] == {"one": "to do", "one-via-2x32": "to do"}
+
+    code, out, err = command("study", path, "--json")
+    assert code == 0, err
+    printed = json.loads(out)
+    rows = printed["students"]
+    assert [(row["cache"], row["arch"]) for row in rows] == [
+        ("one", "1x16"),
+        ("one", "1x32"),
+        ("one-via-2x32", "1x16"),
+        ("one-via-2x32", "1x32"),
+    ]
+    assert {row["kl_to"] for row in rows} == {"teacher"}
+    assert all(row["kl_sum"] > 0 and 0 <= row["score: sst2 dev accuracy"] <= 100 for row in rows)
+    models = [summary["model"] for summary in printed["scores"]["summaries"]]
+    assert models == ["teacher", *(f"{row['run']}/{row['arch']}" for row in rows)]
+    page = (world.root / "shapes" / "report.html").read_text()
+    assert "sst2 dev accuracy" in page
+
+    code, out, err = command("study", path)  # all is there, and the table has the scores
+    assert code == 0, err
+    assert "sst2 dev accuracy" in out
+    code, out, err = command(
+        *("evaluate", world.root / "shapes", "--task", "sst2", "--data", data, "--epochs", 1, "--json"),
+        *("--max-length", 16, "--seeds", 2, "--device", "cpu", "--out", world.root / "shapes/evaluations"),
+    )
+    assert code == 0, err
+    again = {one["model"]: one["scores"] for one in json.loads(out)["summaries"]}
+    first = {
+        one["model"]: one["scores"] for one in printed["scores"]["summaries"] if one["model"] != "teacher"
+    }
+    (assistant,) = again.keys() - first.keys()
+    assert assistant.endswith("/2x32")
+    assert {model: again[model] for model in first} == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"assistants": " [2x33]"}, "assistants"),
+        ({"assistants": " [2x32:h2]"}, "the objective compares head with head. Leave out :h2"),
+        (
+            {"assistants": " [2x32]", "objective": " [mlm-kd]", "caches": "\n  one: {for: [mlm-kd]}"},
+            "an assistant needs",
+        ),
+        ({"evaluate": " {task: nosuch}"}, "there is no task nosuch"),
+        ({"evaluate": " {task: sst2}"}, "--data is missing"),
+        ({"evaluate": " {task: sst2, data: glue, nosuch: 1}"}, "nosuch"),
+    ],
+)
+def test_mistakes_of_assistants_and_scores_are_named(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    line = command.fails("study", document(world, **changes), "--dry-run", code=2, says=says)
+    assert "shapes.yaml, line" in line
 
 
 def test_a_pass_whose_students_diverge_is_left_out(
@@ -316,8 +404,11 @@ def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
             {"agreement_steps": " 3", "dump": " {max_tokens: 999}", "caches": "\n  one: {cache: nowhere}"},
             "students are compared with a teacher",
         ),
-        ({"objective": " [mlm-kd]"}, "objective mlm-kd needs labels, which this cache will not hold"),
-        ({"objective": " [hidden-mse]"}, "give {for: [hidden-mse]}"),
+        ({"objective": " [mlm-kd]", "caches": "\n  one: {for: [minilm]}"}, "objective mlm-kd needs labels"),
+        (
+            {"objective": " [hidden-mse]", "caches": "\n  one: {for: [minilm]}"},
+            "give {for: [hidden-mse]}",
+        ),
         ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
         ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
         ({"caches": "\n  one: {for: 3}"}, "--for 3: give objectives"),

@@ -58,7 +58,7 @@ from tests.support import World
         ({"train": "\n  init_layers: 0,9", "arch": " [2x32]"}, "--init-layers 0,9: give different"),
         (
             {"objective": " [tinybert]", "caches": "\n  a: {codec: vectors, hidden: last}"},
-            "layers and hidden, which this cache will not hold; give {for: [tinybert]} in place of hidden",
+            "needs hidden, which this cache will not hold; give {for: [tinybert]} in place of hidden",
         ),
         (
             {"objective": " [{objective: minilm, layer_map: all}]"},
