@@ -9,7 +9,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -20,7 +19,7 @@ from typer.core import TyperCommand
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import Repeated
-from minilm_cache.settings import FrozenSettings, flag_of
+from minilm_cache.settings import FrozenSettings, flag_of, whole_number
 from minilm_cache.train.config import presets
 
 Given = dict[str, Any]
@@ -118,8 +117,6 @@ HelpAllOption = Annotated[
 ]
 _EVERY_OPTION: Final = "minilm_cache.every_option"
 """Key of a context that says that the help text shows every option."""
-_NUMBER: Final = re.compile(r"(?P<digits>[+-]?[0-9]+(?:\.[0-9]+)?)(?P<factor>[kMG]?)")
-_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
 """End of a description: what an option means when it is not given."""
 
@@ -257,7 +254,7 @@ def _parameter(
         flag,
         help=_help_text([settings.model_fields[field] for settings, field in fields]),
         metavar=metavar or ("<int>" if is_number else None),
-        parser=whole_number if is_number else None,
+        parser=typed_number if is_number else None,
         rich_help_panel=_group(model, field),
     )
     is_required = info.is_required() and not may_lack
@@ -271,17 +268,16 @@ def _parameter(
     )
 
 
-def whole_number(text: str) -> int:
-    """Return the number that a user typed, which may end with k, M or G (thousands, millions, billions).
+def typed_number(text: str) -> int:
+    """Return the number that a user typed, as `whole_number` reads it.
 
     Raises:
         typer.BadParameter: the text is no whole number.
     """
-    typed = _NUMBER.fullmatch(text)
-    number = Decimal(typed["digits"]) * _FACTORS[typed["factor"]] if typed else Decimal("0.5")
-    if number != int(number):
-        raise typer.BadParameter(f"{text!r} is not a whole number. Write it like 20000, 20k, 1.5M or 2G.")
-    return int(number)
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - any type of a field

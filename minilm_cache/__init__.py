@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from minilm_cache.dump.config import DumpConfig
     from minilm_cache.dump.run import DumpResult, dump_cache
     from minilm_cache.models.generation import TextGenerator
+    from minilm_cache.report.maps import attention_figure
     from minilm_cache.report.runs import Student, TrainedRun
-    from minilm_cache.report.tables import students_table
+    from minilm_cache.report.tables import results, students_table
     from minilm_cache.session import Session
     from minilm_cache.settings import SliceConfig
     from minilm_cache.slicing.run import SliceResult, slice_teacher
@@ -38,8 +39,10 @@ _HOMES = {
     "TrainConfig": "train.config",
     "TrainResult": "train.run",
     "TrainedRun": "report.runs",
+    "attention_figure": "report.maps",
     "dump_cache": "dump.run",
     "open_cache": "cache",
+    "results": "report.tables",
     "slice_teacher": "slicing.run",
     "students_table": "report.tables",
     "train_students": "train.run",
@@ -59,8 +62,10 @@ __all__ = [
     "TrainResult",
     "TrainedRun",
     "__version__",
+    "attention_figure",
     "dump_cache",
     "open_cache",
+    "results",
     "slice_teacher",
     "students_table",
     "train_students",

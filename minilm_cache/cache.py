@@ -198,15 +198,17 @@ class CachedSequence(Described):
 
     def target_rows(self, kind: str | RelationKind, layer: int | None = None) -> RowTargets:
         """Return a relation as the codec decodes it, a batch of 1; arguments and errors: see `relation`."""
-        chosen = RelationKind(kind)
-        layers = self._cache.layers
+        if kind not in [*RelationKind]:
+            raise ValueError(f"there is no relation {kind!r}; the relations are {', '.join(RelationKind)}")
+        chosen, layers = RelationKind(kind), self._cache.layers
         if not layers:
             raise ValueError("this cache holds no relations, but states alone")
         if layer is not None and layer not in layers:
             raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
         codec = self._cache.codecs[layers[-1] if layer is None else layer]
         if chosen not in codec.everything.kinds:
-            raise ValueError(f"this cache holds no {chosen} relation")
+            held = ", ".join(kind for kind in RelationKind if kind in codec.everything.kinds)
+            raise ValueError(f"this cache holds no {chosen} relation, but {held}")
         lengths, wanted = torch.tensor([len(self._rows["tokens"])]), WantedRelations((chosen,))
         rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths(wanted)}
         return codec.decode(rows, wanted, lengths=lengths)[chosen]

@@ -3,12 +3,13 @@
 The caller decides whether and where progress is shown.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from minilm_cache.errors import InterruptedRunError, StorageError
 from minilm_cache.settings import cache_home
@@ -46,6 +47,42 @@ class Silent:
         """Do nothing."""
 
 
+class Bars:
+    """Receiver of progress that shows bars on stderr, for scripts and notebooks."""
+
+    def __init__(self) -> None:
+        """Begin without a bar."""
+        self._bar: Any = None
+
+    def start(self, task: str, total: int, unit: str) -> None:
+        """Begin a bar, below those of earlier tasks."""
+        from tqdm import tqdm  # noqa: PLC0415 - what shows nothing does not need it
+
+        self._close()
+        self._bar = tqdm(total=total, desc=task, unit=f" {unit}", unit_scale=total >= _MANY, mininterval=0.5)
+
+    def advance(self, amount: int, detail: str = "") -> None:
+        """Move the bar on."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(detail, refresh=False)
+            self._bar.update(min(amount, self._bar.total - self._bar.n))  # totals of tokens are estimates
+            if self._bar.n >= self._bar.total:
+                self._close()
+
+    def note(self, message: str) -> None:
+        """Show a line above the bar."""
+        from tqdm import tqdm  # noqa: PLC0415 - what shows nothing does not need it
+
+        tqdm.write(message, file=sys.stderr)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+_MANY: Final = 10_000
+"""Units of a task that are counted in thousands."""
 ShouldStop = Callable[[], bool]
 """Called between steps. True means that the work keeps what is finished and raises InterruptedRunError."""
 
@@ -81,20 +118,22 @@ class Session:
 
     def __init__(
         self,
-        home: Path | None = None,
+        home: str | Path | None = None,
         *,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         should_stop: ShouldStop = never_stop,
     ) -> None:
         """Make a session.
 
         Args:
             home: folder of caches, runs and tokens. None means MINILM_CACHE_HOME, read when it is needed.
-            progress: is shown what is done. None means that nothing is shown.
+            progress: is shown what is done. True means bars on stderr; None and False mean that nothing is
+                shown.
             should_stop: called between steps; True stops the work, which keeps what is finished.
         """
-        self._home = home
-        self.progress = progress or Silent()
+        self._home = None if home is None else Path(home)
+        shown: Progress | None = Bars() if progress is True else progress or None
+        self.progress = shown or Silent()
         self.should_stop = should_stop
 
     @property

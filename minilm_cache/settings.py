@@ -6,10 +6,14 @@ derive their options from these (`minilm_cache.cli.options`). The class that dec
 """
 
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -21,6 +25,47 @@ from minilm_cache.storage_schema.identity import MAX_TOKENS
 Settings = TypeVar("Settings", bound="FrozenSettings")
 DEFAULT_LOCAL_BYTES = 2**34
 """Bytes of shards of a cache at a URL that are kept on a machine."""
+
+
+_NUMBER: Final = re.compile(r"(?P<digits>[+-]?[0-9]+(?:\.[0-9]+)?)(?P<factor>[kMG]?)")
+_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def whole_number(text: str) -> int:
+    """Return the number that a user typed, which may end with k, M or G (thousands, millions, billions).
+
+    Raises:
+        ValueError: the text is no whole number.
+    """
+    typed = _NUMBER.fullmatch(text)
+    number = Decimal(typed["digits"]) * _FACTORS[typed["factor"]] if typed else Decimal("0.5")
+    if number != int(number):
+        raise ValueError(f"{text!r} is not a whole number. Write it like 20000, 20k, 1.5M or 2G.")
+    return int(number)
+
+
+def _kind(annotation: Any) -> Any:  # noqa: ANN401 - any type of a field
+    """Return the type of a field without its bounds, and without None."""
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return _kind(parts[0]) if len(parts) == 1 else annotation
+    return annotation
+
+
+def _read(kind: Any, given: object) -> object:  # noqa: ANN401 - any type of a field
+    """Return a value as people write it as the value that it stands for: `20k`, or one shape of several."""
+    if kind is int and isinstance(given, str):
+        with suppress(ValueError):  # the check of the field says what is wrong
+            return whole_number(given)
+    if get_origin(kind) is not tuple or isinstance(given, bool):
+        return given
+    inner = _kind(get_args(kind)[0])
+    is_one = isinstance(given, str) and "," not in given and inner in (str, int)
+    if is_one or (isinstance(given, int | float) and inner in (int, float)):
+        return (_read(inner, given),)
+    return type(given)(_read(inner, each) for each in given) if isinstance(given, list | tuple) else given
 
 
 class FrozenSettings(BaseModel):
@@ -45,7 +90,22 @@ class FrozenSettings(BaseModel):
         return validated(type(self), dict(self) | changes)
 
 
-class DeviceSettings(FrozenSettings):
+class WrittenSettings(FrozenSettings):
+    """Base of settings that people write in Python, in documents and on the command line.
+
+    A number may be a text like `20k`, and one value may stand for a list of one.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        kinds = {name: _kind(field.annotation) for name, field in cls.model_fields.items()}
+        return {name: _read(kinds[name], value) if name in kinds else value for name, value in values.items()}
+
+
+class DeviceSettings(WrittenSettings):
     """Where to compute."""
 
     group = "Computing"
@@ -53,7 +113,7 @@ class DeviceSettings(FrozenSettings):
     """torch device to compute on. None means a GPU where there is one."""
 
 
-class RevisionSettings(FrozenSettings):
+class RevisionSettings(WrittenSettings):
     """Models from a hub."""
 
     group = "Model"
@@ -76,7 +136,7 @@ class ModelSettings(RevisionSettings, DeviceSettings):
     """Models from a hub, and where to run them."""
 
 
-class ColumnSettings(FrozenSettings):
+class ColumnSettings(WrittenSettings):
     """Where the text of records is."""
 
     group = "Text"

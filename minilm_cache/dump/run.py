@@ -34,10 +34,11 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
+from minilm_cache.wording import Described
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DumpResult(Described):
     """Result of a dump."""
 
     path: Path
@@ -56,16 +57,28 @@ class DumpResult:
         """Where the cache is: its URL or its folder."""
         return self.url or str(self.path)
 
+    def describe(self) -> dict[str, object]:
+        """Return the lines of its description, by the names that people read."""
+        manifest = self.manifest
+        measured = manifest.measured
+        return {
+            "cache": self.place,
+            "teacher": manifest.labels.teacher,
+            "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences",
+            "bytes per token": "-" if measured is None else f"{measured.bytes_per_token:.1f}",
+            "shards": f"{self.num_shards}, of which {self.shards_written} were written now",
+        }
+
 
 def dump_cache(
     config: DumpConfig,
     *,
-    out: Path | None = None,
+    out: str | Path | None = None,
     session: Session = ALONE,
     resume: bool = True,
     cache_store: str | None = None,
-    tokens_of: Path | None = None,
-    add: Path | None = None,
+    tokens_of: str | Path | None = None,
+    add: str | Path | None = None,
 ) -> DumpResult:
     """Run a teacher over a corpus and write its tapped layers' relations into a cache.
 
@@ -85,6 +98,7 @@ def dump_cache(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
+    out, add, tokens_of = (None if path is None else Path(path) for path in (out, add, tokens_of))
     resolved = resolve_dump(config, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     path, config = resolved.path, resolved.config
     if cache_store is not None and not (path / MANIFEST).exists():

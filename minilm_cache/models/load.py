@@ -6,7 +6,8 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 import copy
 import json
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
@@ -71,6 +73,18 @@ def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa:
 _ONE_AT_A_TIME: Final = threading.Lock()
 """Held while transformers makes a model. It replaces functions of its classes until the model is made, so two
 threads at once would leave tied weights without memory, in every later model too."""
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Turn off transformers' own bars, which would stand between those of the work that loads or saves."""
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -179,7 +193,7 @@ def load_weights(
     config = _config_of(folder, **head_config(head, labels))
     files = weight_files(folder)  # refuses an index that points elsewhere
     reads_pooler = head == "sequences"
-    with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME:
+    with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME, without_bars():
         model, loaded = _class_for(head, config).from_pretrained(
             folder,
             output_loading_info=True,

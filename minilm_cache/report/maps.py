@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -23,10 +24,13 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import relation_probs
-from minilm_cache.report.compare import load_student
+from minilm_cache.report.compare import check_is_teacher_of, load_student
+from minilm_cache.report.plots import attention_maps
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
@@ -165,6 +169,37 @@ def _stored_maps(cache: Cache, number: int) -> ModelMaps:
         layers=cache.layers,
         relations=relations,
     )
+
+
+def attention_figure(run: TrainedRun, text: str, *, teacher: str, head: int | None = None) -> Figure:
+    """Draw how the last layers of a teacher and of a run's students attend on a text, side by side.
+
+    Args:
+        run: complete run.
+        text: the text, of which the first 64 tokens are shown.
+        teacher: name or folder of the teacher that the run's cache was dumped from.
+        head: number of the head, from 0 on. None means the mean over heads.
+
+    Raises:
+        InvalidConfigError: a model has no such head.
+        IdentityMismatchError: the cache was dumped from another teacher.
+        TeacherError: the teacher does not exist.
+    """
+    loaded = Teacher(locate_teacher(teacher), torch.device("cpu"))
+    check_is_teacher_of(loaded, run.reference)
+    students = [(student.arch, run.folder(student)) for student in run.students]
+    (shown,) = examples(
+        run.reference, students, teacher=loaded, map_texts=MapTexts(sequences=(), texts=(text,))
+    )
+    fewest = min(model.num_heads for model in shown.models)
+    if head is not None and not 0 <= head < fewest:
+        raise InvalidConfigError(f"head {head}: give a number from 0 to {fewest - 1}, or none for the mean.")
+    maps = {
+        model.name: last.mean(0) if head is None else last[head]
+        for model in shown.models
+        for last in [model.relations[RelationKind.ATTENTION][-1]]
+    }
+    return attention_maps(maps, shown.tokens[:MAX_SHOWN])
 
 
 def packed(shown_texts: Sequence[Example]) -> dict[str, Any]:

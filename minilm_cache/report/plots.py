@@ -4,7 +4,8 @@ Series differ in marker and line style in addition to colour. Text and axes have
 can replace by its own.
 """
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,13 +30,23 @@ _MOST_POINTS: Final = 400
 """Most points of a curve; of a longer curve every n-th point is drawn."""
 _MARKS: Final = 8
 """Number of markers along a curve."""
+_NOTEBOOK_DPI: Final = 100
 INK: Final = "#121314"
 """Colour of text and axes, which a page replaces by its own."""
 
 
+class ShownFigure(Figure):
+    """A figure that notebooks show, without pyplot, which keeps figures alive and needs a display."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=_NOTEBOOK_DPI, facecolor="white")
+        return buffer.getvalue()
+
+
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure with one set of axes, without pyplot, which keeps figures alive and needs a display."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    """Return a figure with one set of axes."""
+    figure = ShownFigure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     figure.patch.set_alpha(0)
     _style_axes(axes)
@@ -149,6 +160,26 @@ def tradeoff_figure(students: pa.Table) -> Figure:
     return figure
 
 
+def attention_maps(maps: Mapping[str, npt.NDArray[np.float32]], tokens: Sequence[str]) -> Figure:
+    """Draw maps side by side: how much each token (row) attends to each other one (column).
+
+    Args:
+        maps: maps by the name of the model, each `(shown, shown)`.
+        tokens: the shown tokens.
+    """
+    side = 1.5 + 0.11 * len(tokens)
+    figure = ShownFigure(figsize=(side * len(maps), side), layout="constrained")
+    for axes, (name, weights) in zip(
+        figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True
+    ):
+        axes.imshow(np.sqrt(weights), cmap="Blues", vmin=0, vmax=1)
+        axes.set_title(_literal(name), fontsize=9)
+        axes.set_xticks(range(len(tokens)), list(map(_literal, tokens)), rotation=90, fontsize=6)
+        axes.set_yticks(range(len(tokens)), list(map(_literal, tokens)), fontsize=6)
+        axes.tick_params(length=0)
+    return figure
+
+
 def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
     """Draw bytes per token of each cache against its students' KL, with a line for each shape.
 
@@ -193,7 +224,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
 def similarity_figure(layers: LayerSimilarity) -> Figure:
     """Draw linear CKA and SVCCA of every layer of the teacher with every layer of a student."""
     rows, columns = layers.cka.shape
-    figure = Figure(figsize=(1.6 + 1.1 * columns, 0.9 + 0.34 * rows), layout="constrained")
+    figure = ShownFigure(figsize=(1.6 + 1.1 * columns, 0.9 + 0.34 * rows), layout="constrained")
     figure.patch.set_alpha(0)
     for number, (name, values) in enumerate((("linear CKA", layers.cka), ("SVCCA", layers.svcca))):
         axes = figure.add_subplot(1, 2, number + 1)
@@ -211,7 +242,7 @@ def similarity_figure(layers: LayerSimilarity) -> Figure:
 
 def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
     """Draw KL and the share of rows with the same likeliest column, by head, position and length."""
-    figure = Figure(figsize=(9.5, 4.6), layout="constrained")
+    figure = ShownFigure(figsize=(9.5, 4.6), layout="constrained")
     figure.patch.set_alpha(0)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
     for number, relation in enumerate(relations):

@@ -1,6 +1,6 @@
 """Results of runs as Arrow tables: for notebooks, for the table of a study and for the report.
 
-from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun, open_runs
 from minilm_cache.report.tables import students_table
 
 students_table([TrainedRun.open("RUN")]).to_pandas()
@@ -9,7 +9,8 @@ students_table([TrainedRun.open("RUN")]).to_pandas()
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,12 +21,15 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import is_teacher_of, live_held_out_kl
-from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun, open_runs
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
@@ -137,6 +141,20 @@ def students_table(
         values = [(scores or {}).get(name, {}).get(metric) for name in names]
         table = table.append_column(f"{SCORE}{metric}", pa.array(values, pa.float64()))
     return table
+
+
+def results(*folders: str | Path) -> "pd.DataFrame":
+    """Return a row for each student of runs, chains and studies, with the columns that have values.
+
+    Args:
+        folders: folders of complete runs, of chains or of studies.
+
+    Raises:
+        MiniLMCacheError: a folder holds no complete run, or a cache or a student is damaged.
+    """
+    runs = [run for folder in folders for run in open_runs(Path(folder))]
+    frame: pd.DataFrame = students_table(runs).to_pandas().dropna(axis="columns", how="all")
+    return frame
 
 
 def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:

@@ -47,7 +47,7 @@ class SliceResult:
     none, or that the two have different numbers of heads."""
 
 
-def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
+def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
     """Cut a teacher to a shape, and write the model and its tokenizer.
 
     Args:
@@ -60,6 +60,7 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
         CorpusError: the text cannot be read.
         StorageError: the folder cannot be written.
     """
+    out = Path(out)
     source = locate_teacher(config.teacher, config.revision)
     teacher_config = read_config(source.folder)
     shape = parse_arch(config.arch, teacher_config.num_attention_heads, compares_heads=False)

@@ -51,10 +51,11 @@ from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, 
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage, student_vocabulary
+from minilm_cache.wording import Described, number_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TrainResult(Described):
     """Result of a training."""
 
     path: Path
@@ -71,12 +72,28 @@ class TrainResult:
         """Return the folder of a student with this shape."""
         return RunFolder(path=self.path).student(arch)
 
+    def describe(self) -> dict[str, object]:
+        """Return the lines of its description, by the names that people read."""
+        identity = self.record.identity
+        words = {
+            student.arch: "diverged"
+            if student.diverged_at is not None
+            else f"{number_text(student.loss_before)} -> {number_text(student.loss_after)}"
+            for student in self.record.students
+        }
+        return {
+            "run": self.path,
+            "objective": identity.in_words(),
+            "steps": f"{identity.steps:,} of {identity.batch_size} sequences",
+            **{f"held-out loss of {arch}": change for arch, change in words.items()},
+        }
+
 
 def train_students(
     config: TrainConfig,
     cache: str | Path,
     *,
-    out: Path | None = None,
+    out: str | Path | None = None,
     session: Session = ALONE,
     resume: bool = True,
 ) -> TrainResult:
@@ -93,6 +110,7 @@ def train_students(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
+    out = None if out is None else Path(out)
     opened = open_cache(cache, home=session.home, local_bytes=config.local_bytes)
     if config.first is not None:
         check_first(config, opened, out)

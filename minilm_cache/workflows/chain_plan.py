@@ -20,7 +20,7 @@ from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.several import check_also
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TEACHER_CACHE
-from minilm_cache.settings import FrozenSettings, Settings, first_problem, validated
+from minilm_cache.settings import Settings, WrittenSettings, first_problem, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import (
     DUMPS_OF_CHAINS,
@@ -74,7 +74,7 @@ class Stage:
         return cache_state(self.path) if self.does == "dump" else run_state(self.path)
 
 
-class ChainDocument(FrozenSettings):
+class ChainDocument(WrittenSettings):
     """The keys of CHAIN.yaml; options of the command replace what it says."""
 
     dump: dict[str, Any] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, joined_names, known_objective
-from minilm_cache.settings import FrozenSettings
+from minilm_cache.settings import FrozenSettings, WrittenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.store.urls import is_url
@@ -74,7 +74,7 @@ class ObjectiveChoice:
         return "-".join(parts)
 
 
-class StudyDocument(FrozenSettings):
+class StudyDocument(WrittenSettings):
     """The keys of STUDY.yaml."""
 
     dump: dict[str, Any] = Field(default_factory=dict)

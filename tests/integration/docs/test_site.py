@@ -20,10 +20,15 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     notebook = nbformat.read(ROOT / "docs/first-look.ipynb", 4)  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         cell.source = (
-            cell.source.replace("8192", "2048").replace("steps=20", "steps=2").replace("python-docs", page)
+            cell.source.replace('"8k"', '"2k"').replace("steps=20", "steps=2").replace("python-docs", page)
         )
-    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
-    assert "3x384" in str(notebook.cells)
+    paths = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=paths).execute()
+    outputs = {cell["id"]: str(cell.get("outputs")) for cell in notebook.cells}
+    assert "held-out loss of 3x384" in outputs["cell-8"]
+    assert "image/png" in outputs["cell-10"]
+    assert "kl_attention" in outputs["cell-12"]
+    assert "accuracy" in outputs["cell-15"]
 
 
 def test_the_site_is_built_without_a_warning() -> None:

@@ -35,7 +35,7 @@ from tests.support import World
         ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
         ({"seed": " [0, one]"}, "line 12, seed.1: input should be a valid integer"),
         ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
-        ({"arch": " 3x384"}, "line 11, arch: input should be a valid tuple"),
+        ({"arch": " {a: 1}"}, "line 11, arch: input should be a valid tuple"),
         ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
         ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
         ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),

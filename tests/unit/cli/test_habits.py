@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import typer
 
-from minilm_cache.cli.options import whole_number
+from minilm_cache.cli.options import typed_number
 from tests.conftest import Command
 
 
@@ -70,13 +70,13 @@ def test_urls_have_two_slashes(command: Command, place: str) -> None:
     [("0", 0), ("-3", -3), ("20000", 20_000), ("20k", 20_000), ("1.5M", 1_500_000), ("2G", 2 * 10**9)],
 )
 def test_numbers_have_suffixes(text: str, number: int) -> None:
-    assert whole_number(text) == number
+    assert typed_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "20K", "1_0", "2 k", "0.0001k", "nan", "٣"])
 def test_other_numbers_are_refused(text: str, command: Command) -> None:
     with pytest.raises(typer.BadParameter, match=r"not a whole number\. Write it like 20000, 20k"):
-        whole_number(text)
+        typed_number(text)
 
 
 def test_a_wrong_number_names_its_option(command: Command) -> None:

@@ -1,0 +1,74 @@
+"""What people write in Python: texts for numbers and paths, bars, and what results print."""
+
+from pathlib import Path
+
+import pytest
+
+from minilm_cache import (
+    DumpConfig,
+    Session,
+    TrainConfig,
+    TrainedRun,
+    attention_figure,
+    dump_cache,
+    open_cache,
+    results,
+    train_students,
+)
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.settings import whole_number
+from tests.support import World
+
+
+def test_settings_are_written_as_on_the_command_line() -> None:
+    config = DumpConfig.model_validate({"teacher": "mini", "max_tokens": "20k", "for": "minilm,tinybert"})
+    assert config.max_tokens == 20_000
+    assert config.serve == ("minilm", "tinybert")
+    assert TrainConfig(arch="3x384", steps="1.5k", objective="embedding", matryoshka=64).steps == 1500
+    assert TrainConfig(arch="3x384").with_changes(arch=["2x96", "3x96"]).arch == ("2x96", "3x96")
+    for wrong in ("20K", "many", ""):
+        with pytest.raises(ValueError, match="valid integer"):
+            DumpConfig(teacher="mini", max_tokens=wrong)
+        with pytest.raises(ValueError, match="not a whole number"):
+            whole_number(wrong)
+
+
+def test_a_notebook_is_pleasant(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(world.root)
+    session = Session(str(world.home), progress=True)
+    config = DumpConfig(teacher=str(world.teacher), corpus=str(world.corpus), max_length=32, device="cpu")
+    dumped = dump_cache(config, out="notes.cache", session=session)
+    trained = train_students(
+        TrainConfig(arch="1x32", steps="4", batch_size="4", device="cpu"),
+        "notes.cache",
+        out="run",
+        session=session,
+    )
+    shown = capsys.readouterr().err
+    assert "dump: 100%" in shown
+    assert "train: 100%" in shown
+    assert "Loading weights" not in shown
+    assert repr(dumped).startswith("<DumpResult notes.cache: teacher teacher, tokens")
+    assert "held-out loss of 1x32" in repr(trained)
+    assert "<table>" in trained._repr_html_()
+
+    (row,) = results("run").to_dict("records")
+    assert row["arch"] == "1x32"
+    assert "masked_agreement" not in row  # nothing measured it
+    run = TrainedRun.open("run")
+    figure = attention_figure(run, "ba be bi", teacher=str(world.teacher))
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # noqa: SLF001
+    assert [axes.get_title() for axes in figure.axes] == ["teacher teacher", "1x32"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "[CLS]",
+        "ba",
+        "be",
+        "bi",
+        "[SEP]",
+    ]
+    with pytest.raises(InvalidConfigError, match="head 4: give a number from 0 to 3"):
+        attention_figure(run, "ba", teacher=str(world.teacher), head=4)
+    with pytest.raises(ValueError, match="no relation 'atention'; the relations are attention, value"):
+        open_cache(Path("notes.cache"))[0].relation("atention")
