@@ -8,6 +8,7 @@ from pathlib import Path
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.settings import cache_home
+from minilm_cache.store.urls import is_url
 
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun
@@ -66,6 +67,13 @@ def chosen_cache(cache: Path | None, session: Session) -> Path:
     newest = newest_cache(cache_home())
     session.progress.note(f"no CACHE given: using the newest complete one, {newest}")
     return newest
+
+
+def chosen_place(cache: str | None, session: Session) -> Path | str:
+    """Return the given cache, or its URL. None means the newest complete one here, which is then shown."""
+    if cache is not None and is_url(cache):
+        return cache
+    return chosen_cache(None if cache is None else Path(cache), session)
 
 
 def is_first_process() -> bool:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import chosen_cache, quiet_libraries
+from minilm_cache.cli.environment import chosen_place, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
-from minilm_cache.cli.options import CacheOrRunArgument, Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
 from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
-from minilm_cache.settings import validated
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, validated
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def info(
-    cache: CacheOrRunArgument = None,
+    cache: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CACHE]",
+            help="Folder of a cache or of a run, or URL of a cache. [default: the newest complete cache]",
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the reverse KL and the mass kept, too.")
     ] = False,
@@ -33,13 +39,18 @@ def info(
 
     Example: minilm-cache info notes.cache --json
     """
+    from minilm_cache.store.mirror import MirrorReader  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.reader import CacheReader  # noqa: PLC0415 - importing it takes seconds
 
-    if cache is not None and is_run(cache):
-        _show_run(cache, json=json)
+    if cache is not None and is_run(Path(cache)):
+        _show_run(Path(cache), json=json)
         return
-    path = chosen_cache(cache, Session(progress=TerminalProgress()))
-    reader = CacheReader(path, partial=True)
+    path = chosen_place(cache, Session(progress=TerminalProgress()))
+    reader = (
+        CacheReader(path, partial=True)
+        if isinstance(path, Path)
+        else MirrorReader(path, cache_home(), DEFAULT_LOCAL_BYTES)
+    )
     manifest = reader.manifest
     if json:
         print_json(

@@ -9,7 +9,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -62,30 +61,9 @@ def check_engine(engine: str | None, gpus_per_task: float | None) -> None:
         raise InvalidConfigError("--gpus-per-task is about tasks of a cluster. Add --engine ray.")
 
 
-def _local_folder(text: str) -> Path:
-    """Return a folder that a user named.
-
-    Raises:
-        typer.BadParameter: it is a URL.
-    """
-    if "://" in text:
-        raise typer.BadParameter(f"{text} is a URL. Fetch it first: `minilm-cache pull {text}`.")
-    return Path(text)
-
-
-def _cache_argument(text: str) -> Any:  # noqa: ANN401 - typer's own, unexported class
-    return typer.Argument(metavar="[CACHE]", help=text, parser=_local_folder)
-
-
-CacheArgument = Annotated[
-    Path | None, _cache_argument("Folder of the cache. [default: the newest complete one]")
-]
 CacheOrUrlArgument = Annotated[
     str | None,
     typer.Argument(metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"),
-]
-CacheOrRunArgument = Annotated[
-    Path | None, _cache_argument("Folder of a cache or of a run. [default: the newest complete cache]")
 ]
 ComparedModelsArgument = Annotated[
     list[str],

@@ -1,15 +1,17 @@
 """`minilm-cache verify`: compares a cache with what was committed."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing
-from minilm_cache.cli.environment import chosen_cache, quiet_libraries
-from minilm_cache.cli.interrupt import shown_session
-from minilm_cache.cli.options import CacheArgument, Given, JsonOption, options
+from minilm_cache.cli.environment import chosen_place, quiet_libraries
+from minilm_cache.cli.interrupt import shown_session, stoppable_session
+from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.settings import validated
+from minilm_cache.store.urls import is_url
 
 if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
@@ -19,21 +21,22 @@ _STATES = {True: "complete", False: "unfinished: committed shards only", None: "
 
 
 @options(VerifyConfig)
-def verify(given: Given, *, cache: CacheArgument = None, json: JsonOption = False) -> None:
+def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption = False) -> None:
     """Compare a cache with what was committed; exit code 3 for damage.
 
     Example: minilm-cache verify --full notes.cache
     """
     config = validated(VerifyConfig, given)
-    is_there = cache is not None and cache.exists()  # a cache without its manifest is damaged
+    is_there = cache is not None and Path(cache).exists()  # a cache without its manifest is damaged
     refuse_missing(cache=None if is_there else cache, teacher=config.teacher)
 
     from minilm_cache.workflows.verify import verify_cache  # noqa: PLC0415 - importing it takes seconds
 
     if config.teacher is not None:
         quiet_libraries()
-    with shown_session() as session:
-        path = chosen_cache(cache, session)
+    # What reads a store may wait for it, so that a stop is asked for; a folder is left at once.
+    with stoppable_session() if cache is not None and is_url(cache) else shown_session() as session:
+        path = chosen_place(cache, session)
         verification = verify_cache(path, config, session=session)
     if json:
         print_json(

@@ -78,20 +78,50 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
         existing = read_manifest(out)
         if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
-        if not (existing.complete and _is_sound(out)):
+        if existing.complete and _is_sound(out):
+            session.progress.note(f"{out} holds this cache already: nothing to do")
+            num_shards = len(read_ranges(out, existing))
+            return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
+        if existing != manifest:
             raise IdentityMismatchError(
-                f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
-                "or remove the folder and pull again."
+                f"{out} holds this cache, but unfinished, or damaged and of another dump. Repeat its "
+                "`minilm-cache dump` command, or remove the folder and pull again."
             )
-        session.progress.note(f"{out} holds this cache already: nothing to do")
-        num_shards = len(read_ranges(out, existing))
-        return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
+        session.progress.note(
+            f"{out} holds this cache, but damaged: fetching what is not as it was committed"
+        )
+        copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session)
+        return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = _arriving_folder(out, manifest)
-    fetcher = Fetcher(source, arriving, manifest)
+    copied, kept = _fetch(Fetcher(source, arriving, manifest), source, arriving, out=out, session=session)
+    with storage_errors("create the cache", out):
+        if out.is_dir():
+            shutil.rmtree(out)  # holds only leftovers of interrupted writes, see above
+        arriving.rename(out)
+        sync_directories([out.parent])
+    return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
+
+
+def _fetch(
+    fetcher: "Fetcher", source: RemoteFolder, folder: Path, *, out: Path, session: Session
+) -> tuple[int, int]:
+    """Fetch all files of a cache that a folder lacks, or that differ; the manifest comes last.
+
+    Args:
+        fetcher: fetches into the folder.
+        source: folder of the cache in a store.
+        folder: folder that the files are written into.
+        out: folder of the cache when all is done, for messages.
+        session: its progress shows bytes. Its `should_stop` is called between files.
+
+    Returns:
+        The numbers of shards that were copied, and that were there.
+    """
+    manifest = fetcher.manifest
     ranges = fetcher.tables(session)
-    num_shards, records = len(ranges), open_shards(arriving, manifest, ranges)
+    num_shards, records = len(ranges), open_shards(folder, manifest, ranges)
     size = num_bytes(manifest, records)
     arrived = fetcher.bytes_arrived(manifest.files)
     for record in records.values():
@@ -112,14 +142,7 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
     copied = sum(for_each(fetch_shard, range(num_shards), should_stop=session.should_stop, place=source.url))
     fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the store
     fetcher.write(MANIFEST, manifest.to_json())
-    with storage_errors("create the cache", out):
-        if out.is_dir():
-            shutil.rmtree(out)  # holds only leftovers of interrupted writes, see above
-        arriving.rename(out)
-        sync_directories([out.parent])
-    return TransferResult(
-        place=str(out), manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
-    )
+    return copied, num_shards - copied
 
 
 def _arriving_folder(out: Path, manifest: CacheManifest) -> Path:
@@ -176,7 +199,7 @@ class Fetcher:
         self._durable = durable
         self._source = source
         self._folder = folder
-        self._manifest = manifest
+        self.manifest = manifest
         specs = array_specs(manifest.identity, manifest.calibration)
         self._row_bytes = {spec.path: spec.row_bytes for spec in specs}
 
@@ -187,7 +210,7 @@ class Fetcher:
             CacheCorruptError: the index or a commit record is damaged, or belongs to another cache.
             InterruptedRunError: a stop was requested.
         """
-        manifest = self._manifest
+        manifest = self.manifest
         if not manifest.shards:
             self.attachment(RANGES)
         ranges = read_ranges(self._folder, manifest)
@@ -205,14 +228,14 @@ class Fetcher:
             path = commit_path(shard)
             content = self._source.read(path, MAX_RECORD_BYTES)
             where = f"{self._source.url}/{path}"
-            parse_record(content, self._manifest, ranges=ranges, shard=shard, where=where)
+            parse_record(content, self.manifest, ranges=ranges, shard=shard, where=where)
             self.write(path, content)
 
         for_each(fetch, range(len(ranges)), should_stop=session.should_stop, place=self._source.url)
 
     def attachments(self, session: Session) -> None:
         """Fetch the files outside the shards, but for the index, which `tables` fetches."""
-        for path, expected in self._manifest.files.items():
+        for path, expected in self.manifest.files.items():
             if path != INDEX:
                 self.attachment(path)
             session.progress.advance(expected.size)
@@ -220,7 +243,7 @@ class Fetcher:
     def attachment(self, path: str) -> None:
         """Fetch one file outside the shards."""
         most = MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_ATTACHMENT_BYTES
-        self.fetch(path, self._manifest.files[path], most)
+        self.fetch(path, self.manifest.files[path], most)
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
         """Fetch a file, unless it is in the folder already.
@@ -320,7 +343,7 @@ class Fetcher:
     def _most_bytes(self, path: str) -> int:
         """Return the most bytes that a file of a shard can need: its decoded size and its headers."""
         row_bytes = self._row_bytes.get(path.split("/c/", maxsplit=1)[0], _TABLE_ROW_BYTES)
-        decoded = self._manifest.shard_tokens * row_bytes
+        decoded = self.manifest.shard_tokens * row_bytes
         return decoded + decoded // 8 + 2**20
 
     def write(self, path: str, content: bytes) -> None:

@@ -14,14 +14,19 @@ import numpy as np
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.session import Session
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
-from minilm_cache.store.checked import sha256_file, tokens_hash
+from minilm_cache.store.checked import Hasher, sha256_file, tokens_hash
 from minilm_cache.store.durable import own_cores
 from minilm_cache.store.index import open_shards, read_ranges
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
+from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, read_manifest
+from minilm_cache.store.remote import for_each, open_store
 
+_REMOTE_PART_BYTES = 2**23
+"""Most bytes of a request that reads a file in a store."""
 CheckRows = Callable[[CacheReader], Callable[[Segment], None]]
 """Returns, for a reader, a function that checks the rows of a segment and raises CacheCorruptError."""
 
@@ -96,6 +101,48 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
     return Verdict(
         complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged)
     )
+
+
+def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict:
+    """Verify a complete cache in a store, of which only the manifest and the tables are copied.
+
+    Args:
+        url: URL of the cache.
+        home: folder below which what is kept of caches at URLs lies.
+        full: read every byte. False means that only sizes are compared.
+        session: its progress shows the bytes done. Its `should_stop` is called between files.
+
+    Raises:
+        CacheNotFoundError: there is no cache.
+        CacheCorruptError: the manifest or the tables are damaged.
+        InterruptedRunError: a stop was requested.
+        StorageError: the store cannot be reached.
+    """
+    source = open_store(url)
+    reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
+    files, damaged = _listed_files(reader.root, reader.manifest)
+    num_bytes, sizes = sum(digest.size for _, _, digest in files), source.sizes()
+    session.progress.start("verify", num_bytes, "bytes")
+
+    def examine(number: int) -> Damage | None:
+        path, shard, expected = files[number]
+        reason = None
+        if path not in sizes:
+            reason = "missing"
+        elif sizes[path] != expected.size:
+            reason = f"{sizes[path]} bytes, {expected.size} expected"
+        elif full:
+            hasher = Hasher()
+            for first in range(0, expected.size, _REMOTE_PART_BYTES):
+                part = min(_REMOTE_PART_BYTES, expected.size - first)
+                hasher.update(source.read_range(path, first, part))
+            reason = None if hasher.digest() == expected else "its bytes are not those that were committed"
+        session.progress.advance(expected.size)
+        return None if reason is None else Damage(path=path, shard=shard, reason=reason)
+
+    examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
+    damaged += [damage for damage in examined if damage is not None]
+    return Verdict(complete=True, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged))
 
 
 def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile], list[Damage]]:

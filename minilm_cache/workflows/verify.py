@@ -8,9 +8,10 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.records import Roles
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.dump.recheck import Recheck, recheck
-from minilm_cache.errors import VerificationError
+from minilm_cache.errors import InvalidConfigError, VerificationError
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.verify import Verdict, default_threads, verify
+from minilm_cache.store.urls import is_url
+from minilm_cache.store.verify import Verdict, default_threads, verify, verify_url
 from minilm_cache.train.card import student_prompts
 
 _LISTED = 10
@@ -21,7 +22,8 @@ _LISTED = 10
 class Verification:
     """Result of the verification of a cache."""
 
-    path: Path
+    path: Path | str
+    """Folder of the cache, or its URL."""
     verdict: Verdict
     again: Recheck | None
     """Differences of the teacher, run again, from the cache. None means that no teacher was run."""
@@ -51,6 +53,8 @@ class Verification:
 
     @property
     def _remedy(self) -> str:
+        if isinstance(self.path, str):
+            return "Ask its publisher to run `minilm-cache push --full`."
         if self.verdict.complete is None:
             return "Fetch the cache again, or dump it into another folder: its manifest cannot be rebuilt."
         shards = self.shards_to_redo
@@ -62,19 +66,32 @@ class Verification:
         )
 
 
-def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Session = ALONE) -> Verification:
+def verify_cache(
+    path: Path | str, config: VerifyConfig | None = None, *, session: Session = ALONE
+) -> Verification:
     """Compare a cache with what was committed, and also with its teacher if one is given.
 
     Args:
-        path: folder of the cache.
+        path: folder of the cache, or its URL.
         config: what to compare. None means only the sizes of files.
-        session: its progress shows the number of files and sequences done.
+        session: its home is the folder of what is kept of caches at URLs. Its progress shows the bytes and
+            the sequences done.
 
     Raises:
+        InvalidConfigError: a cache at a URL is to be compared with a teacher.
         MiniLMCacheError: the folder holds no cache, or the teacher cannot be run. Damage is not raised: it is
             part of the result.
     """
     config = config or VerifyConfig()
+    if is_url(str(path)):
+        if config.teacher is not None:
+            raise InvalidConfigError(
+                "--teacher: a teacher is compared with a cache on this machine. Fetch it first: "
+                f"`minilm-cache pull {path}`."
+            )
+        remote = verify_url(str(path), session.home, full=config.full, session=session)
+        return Verification(path=str(path), verdict=remote, again=None)
+    path = Path(path)
     verdict = verify(
         path, full=config.full, num_threads=default_threads(), check_rows=row_checker, session=session
     )
@@ -99,7 +116,7 @@ def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Ses
     return Verification(path=path, verdict=verdict, again=again)
 
 
-def _raise_if_different(path: Path, again: Recheck) -> None:
+def _raise_if_different(path: Path | str, again: Recheck) -> None:
     """Raise VerificationError if teacher or corpus are others, or give other relations, states or tokens."""
     if again.identity:
         raise VerificationError(

@@ -59,7 +59,7 @@ def test_a_notebook_is_pleasant(
     assert "masked_agreement" not in row  # nothing measured it
     run = TrainedRun.open("run")
     figure = attention_figure(run, "ba be bi", teacher=str(world.teacher))
-    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # noqa: SLF001
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     assert [axes.get_title() for axes in figure.axes] == ["teacher teacher", "1x32"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
         "[CLS]",

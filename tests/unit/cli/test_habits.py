@@ -84,10 +84,6 @@ def test_a_wrong_number_names_its_option(command: Command) -> None:
     command.fails("train", "x", "--arch", "2x32", "--matryoshka", "x", code=2, says="--matryoshka")
 
 
-def test_a_url_where_a_folder_is_read_names_the_command_that_fetches(command: Command) -> None:
-    command.fails("info", "s3://team/x", code=2, says="Fetch it first: `minilm-cache pull s3://team/x`")
-
-
 def test_a_person_at_a_terminal_is_told_that_libraries_load() -> None:
     ours, theirs = pty.openpty()
     arguments = [sys.executable, "-m", "minilm_cache", "info", "/nowhere"]
