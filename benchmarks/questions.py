@@ -28,7 +28,7 @@ _LEFT_OUT: Final = 5
 """Articles that nothing is done with."""
 _SETTINGS: Final[dict[str, Any]] = {
     "task": ("squad-qg",),
-    "lr": (2e-4,),
+    "lr": (5e-4,),
     "batch_size": 24,
     "max_length": 64,
     "max_new_tokens": 24,
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, default=Path("questions"))
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--max-dev", type=int, default=300)
     parser.add_argument("models", nargs="+", help="[NAME=]FOLDER, or mini")
     given = parser.parse_args()
@@ -57,7 +57,8 @@ def main() -> None:
         (trial,), (where,) = trials.trials, trials.folders
         rows = [json.loads(line) for line in (where / "predictions/dev.jsonl").read_text().splitlines()]
         models = read_result("questions").get("models", {})
-        models[f"{name or place}, {given.epochs} epochs"] = {
+        models[name or place] = {
+            "epochs": given.epochs,
             "steps": -(-trial.num_train // 24) * given.epochs,
             "train_s": round(trial.train_s),
             **{key: round(value, 2) for key, value in trial.scores["dev"].items()},

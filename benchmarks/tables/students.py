@@ -1,6 +1,6 @@
 """Tables of students: what they learn from each codec, objective and start, and how they score."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, Final
 
@@ -206,6 +206,35 @@ def _reranker(name: str) -> str:
         first = {"vectors": "embedding", "relations": "minilm"}[begun]
         return f"`{arch}`, {kind}, `{objective}` after `{first}`"
     return f"`{arch}`, {kind}, `{objective}`"
+
+
+def questions() -> str:
+    """Return what generated questions score, beside copying the sentence."""
+    found = read("questions")
+    rows = [
+        [f"`{name}`", *map(str, (each["steps"], round(each["train_s"] / 60))), *_generated(each)]
+        for name, each in found["models"].items()
+    ]
+    rows.append(["the sentence copied", "", "", *_generated(found["copied"])])
+    return table_of(
+        ["model", "steps", "minutes on one core", "BLEU-4", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows
+    )
+
+
+def _generated(scores: Mapping[str, float]) -> list[str]:
+    return [f"{scores[name]:.1f}" for name in ("BLEU-4", "rouge1", "rouge2", "rougeL")]
+
+
+def question_examples() -> str:
+    """Return the first questions of the dev set, and what each model asks."""
+    found = read("questions")
+    names = list(found["models"])
+    rows = []
+    for number, asked in enumerate(found["asked"]):
+        sentence, _, answer = asked["source"].rpartition(" [SEP] ")
+        said = [found["models"][name]["questions"][number] for name in names]
+        rows.append([sentence, answer, asked["question"], *said])
+    return table_of(["sentence", "answer", "SQuAD's question", *(f"`{name}`" for name in names)], rows)
 
 
 def exported_models() -> str:

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.families import family_of, is_served
-from minilm_cache.models.files import library_errors, read_config_file, weight_files
+from minilm_cache.models.files import header_of, library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -123,10 +123,32 @@ def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
     return config
 
 
+_MOST_TENSORS: Final = 2**16
+"""Most tensors of a file of weights."""
 _NO_HEAD: Final = {
     "tokens": "head for masked tokens. `minilm-cache head` fits one: give the folder that it makes",
     "sequences": "head that classifies sequences. Fine-tune it first, and give the folder of that",
 }
+
+
+def refuse_no_head(folder: Path, head: Head, *, name: str | None = None) -> None:
+    """Raise TeacherError if a folder has no weight of a head, without loading the model.
+
+    Args:
+        folder: folder of the model, with its weights.
+        head: head that the model needs.
+        name: name of the model in errors. None means its folder.
+    """
+    files, config = weight_files(folder), _config_of(folder)
+    with library_errors(f"cannot read the weights of {folder}"):
+        with torch.device("meta"):
+            model = draw_weights(config, head, attention="sdpa")
+        held = {key for file in files for key in header_of(file, most=_MOST_TENSORS, follow_links=True)}
+    of_head = [key for key in model.state_dict() if not key.startswith(f"{model.base_model_prefix}.")]
+    if held.isdisjoint(of_head):
+        raise TeacherError(
+            f"{name or folder} has no {_NO_HEAD[head]} ({min(of_head)} is not among its weights)."
+        )
 
 
 def load_model(

@@ -19,13 +19,13 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
-from minilm_cache.errors import DivergedError, InvalidConfigError
+from minilm_cache.errors import DivergedError, InvalidConfigError, TeacherError
 from minilm_cache.evaluate.card import Summary
 from minilm_cache.evaluate.run import Evaluation, evaluate_models
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import read_config
-from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.load import read_config, refuse_no_head
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.student import shape_config, teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
@@ -348,6 +348,8 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
         if isinstance(cache, DumpConfig):
             source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
             config, codec = read_config(source.folder), cache.codec
+            if (here and Path(cache.teacher).is_dir()) or cache.teacher == MINI:
+                _check_head(study, cache, source.folder)
             heads = config.num_attention_heads
         else:
             opened = open_cache(cache, home=home)
@@ -364,6 +366,17 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
                 check_also(planned.config.also, home=home)
                 if opened is not None:
                     choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+
+
+def _check_head(study: Study, cache: DumpConfig, folder: Path) -> None:
+    """Raise InvalidConfigError if a teacher on this machine lacks the head that a cache needs."""
+    head: Head | None = "sequences" if cache.logits else "tokens" if cache.labels else None
+    if head is None:
+        return
+    try:
+        refuse_no_head(folder, head, name=cache.teacher)
+    except TeacherError as error:
+        study.source.fail(("dump",), str(error))
 
 
 def _check_assistant(study: Study, assistant: Assistant) -> None:

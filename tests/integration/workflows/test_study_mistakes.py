@@ -80,6 +80,10 @@ from tests.support import World
             "--batch-size 4 does not divide into 3 parts",
         ),
         ({"train": "\n  device: gpu9"}, "--device gpu9"),
+        (
+            {"objective": " [minilm, distilbert]", "caches": "\n  a: {codec: vectors}"},
+            "line 1, dump: {teacher} has no head for masked tokens",
+        ),
         ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a mapping of names to settings"),
         ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
         ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
@@ -88,7 +92,7 @@ from tests.support import World
 def test_mistakes_are_told_with_line_and_key(
     world: World, command: Command, changes: dict[str, str], says: str
 ) -> None:
-    path = document(world, **changes)
+    path, says = document(world, **changes), says.replace("{teacher}", str(world.teacher))
     is_elsewhere = "nowhere" in says or "gpu9" in says
     code = 1 if "nowhere" in says else 2
     command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
