@@ -135,9 +135,10 @@ def _heading(column: str) -> str:
 def _kls(row: dict[str, Any], measured: list[str]) -> list[str]:
     """Return the measured KLs of a row, with their deviations where there are several seeds."""
     spreads = [row[f"{column}_stddev"] for column in measured]
+    digits = [1 if column.startswith("score: ") else 4 for column in measured]
     return [
-        number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}")
-        for column, spread in zip(measured, spreads, strict=True)
+        number_text(row[column], places) + ("" if spread is None else f" +- {spread:.{places}f}")
+        for column, spread, places in zip(measured, spreads, digits, strict=True)
     ]
 
 

@@ -10,10 +10,11 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.evaluate.generation import GenerationKind
 from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.settings import TrialRecord
-from minilm_cache.evaluate.tasks import TASKS
+from minilm_cache.evaluate.tasks import TASKS, Task
 from minilm_cache.evaluate.texts import TextKind
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 
@@ -91,6 +92,7 @@ def _over_seeds(trials: Sequence[TrialRecord]) -> dict[str, dict[str, Score]]:
         name: {
             metric: _score([trial.scores[name][metric] for trial in trials])
             for metric in trials[0].scores[name]
+            if all(metric in trial.scores[name] for trial in trials)  # METEOR may have been installed since
         }
         for name in trials[0].scores
     }
@@ -202,7 +204,7 @@ def _results(summary: Summary) -> list[EvalResult]:
     places = {name: (None, name) if task is None else task.place(name) for name in summary.scores}
     return [
         EvalResult(
-            task_type=(TextKind if task is None else kind_of(task)).card_type,
+            task_type=_card_type(task, scores),
             dataset_type=summary.task if task is None else task.hub,
             dataset_name=_dataset(summary),
             dataset_config=places[name][0],
@@ -214,6 +216,13 @@ def _results(summary: Summary) -> list[EvalResult]:
         for name, scores in summary.scores.items()
         for metric, score in scores.items()
     ]
+
+
+def _card_type(task: Task | None, scores: Mapping[str, Score]) -> str:
+    """Return the name of a task's kind on the hub; one's own task says by its metrics what it is."""
+    if task is not None:
+        return kind_of(task).card_type
+    return GenerationKind.card_type if "rougeL" in scores else TextKind.card_type
 
 
 def _section(summary: Summary) -> str:

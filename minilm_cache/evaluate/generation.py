@@ -6,6 +6,7 @@ Fine-tuning predicts masked copies of a target's tokens, 80 % of them as [MASK],
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,10 @@ from minilm_cache.models.generation import (
     TextGenerator,
     check_generates,
     encode_sources,
+    read_decoding,
 )
 from minilm_cache.models.inputs import Inputs, Part
-from minilm_cache.models.load import load_tokenizer, mask_token
+from minilm_cache.models.load import draw_weights, load_tokenizer, mask_token, read_config
 
 try:
     import sacrebleu
@@ -48,8 +50,10 @@ _RANDOM: Final = 0.1
 _KEPT: Final = 0.1
 """Share of copies that are the token itself, as in s2s-ft."""
 _DECODED: Final = 32
-"""Sources of a batch that is decoded."""
+"""Most sources of a batch that is decoded."""
 _ROUGE: Final = ("rouge1", "rouge2", "rougeL")
+_LATIN: Final = re.compile("[a-z0-9]")
+_WORD: Final = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,14 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         generation = generation.with_changes(decoding=decoding, **changes)
         return self.of(replace(self.task, generation=generation))
 
+    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> Self:
+        """Return the kind with the decoding of a model that generates texts already; see `Kind.as_tuned`."""
+        decoding = read_decoding(model.folder).changed(config)
+        if config.max_length is not None:
+            decoding = decoding.with_changes(max_source=config.max_length)
+        generation = self.task.generation.with_changes(decoding=decoding)
+        return self.of(replace(self.task, generation=generation))
+
     @property
     def generation(self) -> Generation:
         """How texts are generated."""
@@ -94,21 +106,33 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
     def load(self, model: Evaluated, seed: int) -> nn.Module:
         """Return a masked language model that learns to predict targets; see `Kind.load`."""
         loaded = load_with_head(model, "tokens", seed)
-        check_generates(loaded, self.generation.decoding, model.name)
-        mask_token(load_tokenizer(model.folder))
         set_seed(seed)
         return MaskedTargets(loaded, self.generation.label_smoothing)
 
     def load_as_is(self, model: Evaluated) -> nn.Module:
         """Return a model that was fine-tuned to generate texts; see `Kind.load_as_is`."""
         generator = TextGenerator.load(model.folder)
-        check_generates(generator.model.model, self.generation.decoding, model.name)
         return MaskedTargets(generator.model.model, self.generation.label_smoothing)
 
-    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:  # noqa: ANN401 - see `Kind`
+    def check(self, model: Evaluated) -> None:
+        """Raise an error for a model that cannot generate the task's texts; see `Kind.check`."""
+        with torch.device("meta"):
+            shape = draw_weights(read_config(model.folder), "tokens", attention="sdpa")
+        check_generates(shape, self.generation.decoding, model.name)
+        mask_token(load_tokenizer(model.folder))
+
+    def save(
+        self,
+        model: Any,  # noqa: ANN401 - see `Kind`
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        track: Track[GenerationExample],
+        folder: Path,
+    ) -> None:
         """Write a fine-tuned model, its tokenizer and how it generates; see `Kind.save`."""
         assert isinstance(model, MaskedTargets)
-        TextGenerator(model.model, tokenizer, self.generation.decoding).save(folder)
+        pairs = len(track.train[0].source) > 1
+        TextGenerator(model.model, tokenizer, self.generation.decoding, pairs=pairs).save(folder)
 
     def encode(
         self, examples: Sequence[GenerationExample], tokenizer: PreTrainedTokenizerFast
@@ -145,7 +169,10 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
             return None
         generator = TextGenerator(model, encoded.tokenizer, self.generation.decoding)
         sources = [example.source for example in encoded.examples]
-        return generator.generate(sources, batch_size=_DECODED, advance=advance)
+        size = min(_DECODED, trainer.args.per_device_train_batch_size)
+        device = trainer.args.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=trainer.args.bf16):
+            return generator.generate(sources, batch_size=size, advance=advance)
 
     def scores(
         self,
@@ -234,15 +261,18 @@ def generation_scores(targets: Sequence[str], generated: Sequence[str]) -> Score
     """Return scores of generated texts, times 100, all without regard to case.
 
     BLEU-4 is sacrebleu's of the corpus with its tokenizer 13a. ROUGE-1, ROUGE-2 and ROUGE-L are F1 of
-    rouge-score with stems, means over texts. METEOR is nltk's, the mean over texts; it needs WordNet (`python
-    -m nltk.downloader wordnet`), and is left out where that is not installed.
+    rouge-score with stems, means over texts. Where a target has no letter of a to z and no digit, which is
+    all that rouge-score reads, words of any script are counted, without stems. METEOR is nltk's, the mean
+    over texts; it needs WordNet (`python -m nltk.downloader wordnet`), and is left out where that is not
+    installed.
 
     Args:
         targets: right texts.
         generated: generated texts, in the same order.
     """
     bleu = sacrebleu.corpus_bleu(list(generated), [list(targets)], lowercase=True, tokenize="13a")
-    scorer = RougeScorer(list(_ROUGE), use_stemmer=True)
+    has_latin = all(_LATIN.search(target.lower()) for target in targets)
+    scorer = RougeScorer(list(_ROUGE), use_stemmer=True, tokenizer=None if has_latin else _AnyScript())
     pairs = list(zip(targets, generated, strict=True))
     rouge = [scorer.score(target, text) for target, text in pairs]
     scores = {"BLEU-4": float(bleu.score)}
@@ -251,6 +281,14 @@ def generation_scores(targets: Sequence[str], generated: Sequence[str]) -> Score
         meteor = [meteor_score([_words(target)], _words(text)) for target, text in pairs]
         scores["METEOR"] = 100 * sum(meteor) / len(meteor)
     return scores
+
+
+class _AnyScript:
+    """Splits a text into words of any script, for `RougeScorer`."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the words, and each ideograph by itself."""
+        return _WORD.findall(text.lower())
 
 
 def has_wordnet() -> bool:

@@ -101,8 +101,41 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
             "be fine-tuned. Leave it out."
         )
 
-    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:  # noqa: ANN401 - of `load`
+    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> Self:
+        """Return the kind with the settings of a model's own fine-tuning, where none were given.
+
+        Args:
+            model: a model that is scored as it is.
+            config: what was given.
+
+        Raises:
+            TeacherError: the model has none.
+        """
+        return self
+
+    def check(self, model: Evaluated) -> None:
+        """Raise an error for a model that cannot do the task, before any model is fine-tuned.
+
+        Raises:
+            TeacherError: its family cannot do it.
+            InvalidConfigError: it has too few positions.
+        """
+
+    def save(
+        self,
+        model: Any,  # noqa: ANN401 - of `load`
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        track: Track[AnyExample],
+        folder: Path,
+    ) -> None:
         """Write a fine-tuned model and its tokenizer to a folder.
+
+        Args:
+            model: model from `load`, fine-tuned.
+            tokenizer: its tokenizer.
+            track: what it was fine-tuned on.
+            folder: folder to write to.
 
         Raises:
             OSError: the file system refused.

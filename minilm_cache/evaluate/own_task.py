@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from minilm_cache.corpus.records import columns_of, read_rows
-from minilm_cache.errors import CorpusError
+from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
 from minilm_cache.evaluate.files import read_text
 from minilm_cache.evaluate.generation_data import read_pairs
@@ -38,20 +38,26 @@ def read_own_task(
         return read_labelled(file, config, note)
     sources, target = columns
     note(f"{printable(file.name)}: {target} is generated from {' and '.join(sources)}")
+    if config.as_is and config.dev is None:
+        note(f"{printable(file.name)}: all texts are scored, also those that a model may have been tuned on")
     return _read_generation(file, config, sources=sources, target=target)
 
 
 def _generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], str] | None:
     """Return the columns of sources and of texts to generate. None means that the file has labels."""
     given = [part.strip() for part in config.text_columns.split(",")]
-    if config.target_column is not None:
-        return given, config.target_column
     fields = type(config).model_fields
-    is_default = all(
-        getattr(config, name) == fields[name].default for name in ("text_columns", "label_column", "metric")
-    )
-    found = columns_of(file) if is_default and file.is_file() else ()
-    return (["src"], "tgt") if {"src", "tgt"} <= {*found} and "label" not in found else None
+    of_labels = [name for name in ("label_column", "metric") if getattr(config, name) != fields[name].default]
+    if config.target_column is not None:
+        if of_labels:
+            raise InvalidConfigError(
+                f"--{of_labels[0].replace('_', '-')} is about labels, and --target-column about texts to "
+                "generate. Leave one out."
+            )
+        return given, config.target_column
+    sources = ["src"] if config.text_columns == fields["text_columns"].default else given
+    found = columns_of(file) if not of_labels and file.is_file() else []
+    return (sources, "tgt") if {*sources, "tgt"} <= {*found} and config.label_column not in found else None
 
 
 def _read_generation(

@@ -32,7 +32,10 @@ from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
 
 MODEL: Final = "model"
 PREDICTIONS: Final = "predictions"
-_LIBRARIES: Final = ("minilm-cache", "torch", "transformers", "scikit-learn", "scipy", "torchmetrics")
+_LIBRARIES: Final = (
+    *("minilm-cache", "torch", "transformers", "scikit-learn", "scipy", "torchmetrics"),
+    *("nltk", "rouge-score", "sacrebleu"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,9 @@ def evaluate_models(
         records.append(record or _run_trial(trial, config, device=device, watcher=watcher, which=which))
     summaries = summarise(records)
     cards = [_card(model, summaries) for model in trained] if config.card else []
-    num_other_versions = sum(record.versions != _versions() for record in records)
+    num_other_versions = sum(
+        any(record.versions.get(name, now) != now for name, now in _versions().items()) for record in records
+    )
     if num_other_versions:
         session.progress.note(
             f"{num_other_versions} of {len(records)} trials were run with other versions of libraries; "
@@ -130,7 +135,7 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
     task = kind.task
     tracks = [track.subset(config.max_train, config.max_dev) for track in tracks]
     if config.predict and not any(kind.predicts(track) for track in tracks):
-        raise CorpusError(f"--predict: {task.title} has no test set without labels. Leave --predict out.")
+        raise CorpusError(f"--predict: {task.title} has no test set to predict. Leave --predict out.")
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
@@ -178,8 +183,10 @@ def _trials(
     tracks: Sequence[Track[Any]],
     out: Path,
 ) -> Iterator[_Trial]:
+    kind = kind.as_tuned(model, config) if config.as_is else kind
     task = kind.task
     tokenizer = model.tokenizer(task.max_length)
+    kind.check(model)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     tokenizer_sha256 = canonical_sha256(
         [tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, special]
@@ -300,7 +307,7 @@ def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record:
             trial.kind.write(folder / PREDICTIONS, name, examples=examples, predicted=predicted)
         if keeps_model and tuned.predictions is not None:
             assert not isinstance(tuned.model, ExportedModel), "--as-is and --keep-models exclude each other"
-            trial.kind.save(tuned.model, trial.tokenizer, folder / MODEL)
+            trial.kind.save(tuned.model, trial.tokenizer, track=trial.track, folder=folder / MODEL)
 
 
 @cache

@@ -68,11 +68,11 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
     grid: Literal["none", "paper"] = "none"
     """Settings to try: one (`none`), or the learning rates and epochs that MiniLM searched over (`paper`)."""
     lr: tuple[Lr, ...] = ()
-    """Peak learning rate; may be repeated. None means 3e-5, 6e-5 for SQuAD, and the paper's for generated
+    """Peak learning rate; may be repeated. None means 3e-5, 6e-5 for SQuAD, and 7e-5 or 1e-4 for generated
     texts."""
     epochs: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Passes over the training set; may be repeated. None means 3, 2 for MLQA, and the paper's for generated
-    texts."""
+    """Passes over the training set; may be repeated. None means 3, 2 for MLQA, and 10 or more for published
+    tasks of generated texts."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Examples per step. None means 32, and 64 for summaries, as in the papers."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -91,7 +91,7 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
     """Evaluate each model's shape with random weights, too."""
     predict: bool = False
     """Predict test sets without labels, too, for a benchmark's server, and test sets of generated texts,
-    which take hours."""
+    which take hours. A trial with these sets is another one, so give this from the start."""
     keep_models: bool = False
     """Keep the fine-tuned models."""
     card: bool = False
@@ -105,8 +105,8 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
         unknown = next((name for name in value if name not in TASKS and not is_own_task(name)), None)
         if unknown is not None:
             raise ValueError(
-                f"there is no task {unknown}; the tasks are {', '.join(TASKS)}, or a file of labelled texts "
-                f"({', '.join(RECORDS)})"
+                f"there is no task {unknown}; the tasks are {', '.join(TASKS)}, or a file of texts with "
+                f"labels, or with texts to generate ({', '.join(RECORDS)})"
             )
         return tuple(dict.fromkeys(value))
 
@@ -148,7 +148,8 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
         if not self.as_is:
             return self
         fields = type(self).model_fields
-        for name in ("grid", "lr", "epochs", "batch_size", "seeds", "max_train", "untrained", "keep_models"):
+        tuning = ("grid", "lr", "epochs", "batch_size", "seeds", "max_train", "untrained", "keep_models")
+        for name in (*tuning, "label_smoothing", "target_mask_prob"):
             if getattr(self, name) != fields[name].default:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} is about fine-tuning, which --as-is leaves out; leave it out")

@@ -107,14 +107,15 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]
     loaded = [model.encoder().eval() for model in models]
-    exported = _export_all(models, loaded, folder=config.onnx, device=device, session=session)
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+    generators = _generators(models, config, device, dtype=dtype)
+    exported = _export_all(models, loaded, folder=config.onnx, device=device, session=session)
     runs: dict[_Key, Run] = {
         _Key(model.runtime or TORCH, model.name): _forward(_placed(encoder, device, dtype))
         for model, encoder in zip(models, loaded, strict=True)
     }
     runs |= {_Key(ONNX, name): run for name, (run, _) in exported.items()}
-    runs |= _generators(models, config, device)
+    runs |= generators
     passes = list(_passes(runs, config, token=min(tokens), device=device, session=session))
     sizes = {model.name: _size(encoder, longest) for model, encoder in zip(models, loaded, strict=True)}
     teacher_flops = sizes[models[0].name].flops_per_token
@@ -198,7 +199,9 @@ def _forward(model: Encoder) -> Run:
     return run
 
 
-def _generators(models: Sequence[Evaluated], config: SpeedConfig, device: torch.device) -> dict[_Key, Run]:
+def _generators(
+    models: Sequence[Evaluated], config: SpeedConfig, device: torch.device, *, dtype: torch.dtype
+) -> dict[_Key, Run]:
     """Return how each model that was fine-tuned for it generates texts from ids."""
     if config.generate is None:
         return {}
@@ -214,7 +217,8 @@ def _generators(models: Sequence[Evaluated], config: SpeedConfig, device: torch.
     runs: dict[_Key, Run] = {}
     for model in able:
         generator = TextGenerator.load(model.folder, device)
-        check_generates(generator.model.model, decoding, model.name)
+        check_generates(generator.model.model, decoding, model.name, options=("--length", "--generate"))
+        generator.model.to(dtype)  # type: ignore[arg-type]
         runs[_Key(GENERATE, model.name)] = partial(generator.generate_ids, decoding=decoding)
     return runs
 

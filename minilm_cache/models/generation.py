@@ -40,6 +40,7 @@ GENERATION_FILE: Final = "generation_config.json"
 """Name of the file that says how a model generates texts, which is transformers' own."""
 NOT_PREDICTED: Final = -100
 """Label of a token that is not predicted, as transformers has it."""
+_PAIR: Final = 2
 _ADVICE: Final = "Take a model of BERT's family, such as BERT, RoBERTa, XLM-R or ELECTRA."
 
 
@@ -82,13 +83,20 @@ def _segments(model: PreTrainedModel, is_target: Tensor) -> dict[str, Tensor]:
     return {"token_type_ids": is_target.to(torch.int64)} if has_two else {}
 
 
-def check_generates(model: PreTrainedModel, decoding: Decoding, name: str) -> None:
+def check_generates(
+    model: PreTrainedModel,
+    decoding: Decoding,
+    name: str,
+    *,
+    options: tuple[str, str] = ("--max-length", "--max-new-tokens"),
+) -> None:
     """Raise an error if a model cannot generate texts, or has too few positions for them.
 
     Args:
         model: a masked language model.
         decoding: how long its texts are.
         name: name of the model, for the message.
+        options: options that the lengths of source and text come from, for the message.
 
     Raises:
         TeacherError: its family keeps no keys and values of earlier tokens, or has no table of positions.
@@ -104,7 +112,7 @@ def check_generates(model: PreTrainedModel, decoding: Decoding, name: str) -> No
     available = table.num_embeddings - _first_position(model)
     if decoding.positions > available:
         raise InvalidConfigError(
-            f"--max-length {decoding.max_source} and --max-new-tokens {decoding.max_new_tokens} need "
+            f"{options[0]} {decoding.max_source} and {options[1]} {decoding.max_new_tokens} need "
             f"{decoding.positions} positions together, and {name} has {available}. Lower one of them."
         )
 
@@ -247,13 +255,26 @@ class TextGenerator:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, decoding: Decoding
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        decoding: Decoding,
+        *,
+        pairs: bool = False,
     ) -> None:
-        """Take a masked language model, its tokenizer, and how it generates by default."""
+        """Make a generator.
+
+        Args:
+            model: a masked language model.
+            tokenizer: its tokenizer.
+            decoding: how it generates by default.
+            pairs: whether it was tuned on pairs of texts, such as passages and answers.
+        """
+        model.set_attn_implementation("sdpa")  # others may read a mask of true and false as one of numbers
         self.model = SequenceToSequence(model, mask_token(tokenizer))
         self.model.eval()  # type: ignore[no-untyped-call]
         self.tokenizer = tokenizer
-        self.decoding = decoding
+        self.decoding, self.pairs = decoding, pairs
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "TextGenerator":
@@ -269,7 +290,8 @@ class TextGenerator:
         if lacking:
             raise TeacherError(f"{folder} lacks weights of its head ({min(lacking)}). Get it again.")
         check_generates(model, decoding, str(folder))
-        return cls(model.to(device), load_tokenizer(folder), decoding)  # type: ignore[arg-type]
+        pairs = read_json(folder / GENERATION_FILE).get("pairs") is True
+        return cls(model.to(device), load_tokenizer(folder), decoding, pairs=pairs)  # type: ignore[arg-type]
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that `load` reads, and that transformers opens as a masked language model.
@@ -279,7 +301,7 @@ class TextGenerator:
         """
         self.model.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        save_decoding(self.decoding, self.tokenizer, Path(folder))
+        save_decoding(self.decoding, self.tokenizer, Path(folder), pairs=self.pairs)
 
     def generate(
         self,
@@ -299,12 +321,19 @@ class TextGenerator:
             advance: called with the number of texts after each pass. None means that nothing is called.
 
         Raises:
-            InvalidConfigError: the texts are longer than the model has positions.
+            InvalidConfigError: the texts are longer than the model has positions, are no list, or have more
+            than
+                two parts; or a pass has no text.
         """
         decoding = decoding or self.decoding
+        if isinstance(texts, str) or any(isinstance(text, tuple) and len(text) > _PAIR for text in texts):
+            raise InvalidConfigError("give a list of texts, or of pairs of texts")
+        if batch_size < 1:
+            raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")
         sources = encode_sources(self.tokenizer, texts, decoding.max_source)
-        order = sorted(range(len(sources)), key=lambda number: len(sources[number]))
+        # The longest come first, so that too little memory shows at once.
+        order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
         generated = [""] * len(sources)
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
@@ -363,8 +392,10 @@ def encode_sources(
     return [encoded[number] for number in range(len(pairs))]
 
 
-def save_decoding(decoding: Decoding, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write how a model generates texts, for `read_decoding` and for transformers.
+def save_decoding(
+    decoding: Decoding, tokenizer: PreTrainedTokenizerFast, folder: Path, *, pairs: bool
+) -> None:
+    """Write how a model generates texts, and whether from pairs, for `read_decoding` and for transformers.
 
     Raises:
         OSError: the file system refused.
@@ -373,6 +404,7 @@ def save_decoding(decoding: Decoding, tokenizer: PreTrainedTokenizerFast, folder
         decoding,
         tokenizer,
         max_source=decoding.max_source,
+        pairs=pairs,
         no_repeat_ngram_size=decoding.no_repeat_ngram_size,
     )
     config.save_pretrained(folder, config_file_name=GENERATION_FILE)

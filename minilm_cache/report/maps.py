@@ -171,11 +171,13 @@ def _stored_maps(cache: Cache, number: int) -> ModelMaps:
     )
 
 
-def attention_figure(run: TrainedRun, text: str, *, teacher: str, head: int | None = None) -> Figure:
+def attention_figure(
+    run: TrainedRun | str | Path, text: str, *, teacher: str, head: int | None = None
+) -> Figure:
     """Draw how the last layers of a teacher and of a run's students attend on a text, side by side.
 
     Args:
-        run: complete run.
+        run: complete run, or its folder.
         text: the text, of which the first 64 tokens are shown.
         teacher: name or folder of the teacher that the run's cache was dumped from.
         head: number of the head, from 0 on. None means the mean over heads.
@@ -185,6 +187,7 @@ def attention_figure(run: TrainedRun, text: str, *, teacher: str, head: int | No
         IdentityMismatchError: the cache was dumped from another teacher.
         TeacherError: the teacher does not exist.
     """
+    run = run if isinstance(run, TrainedRun) else TrainedRun.open(run)
     loaded = Teacher(locate_teacher(teacher), torch.device("cpu"))
     check_is_teacher_of(loaded, run.reference)
     students = [(student.arch, run.folder(student)) for student in run.students]

@@ -22,6 +22,9 @@ from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, l
 from minilm_cache.train.resume import SUFFIX
 from minilm_cache.wording import Described, printable
 
+VIA: Final = "-via-"
+"""Stands between the names of a cache and of the assistant whose relations a further cache of a study
+holds."""
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain whose teacher all students of the chain are compared with."""
 _COMPARED_SETTINGS: Final = {
@@ -271,7 +274,9 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
         moved = path / "caches" / Path(record.cache).name
         place = str(moved) if moved.is_dir() else record.cache
         trusted = None if is_url(place) and place != cache_place else place
-        trained = TrainedRun.open(run, cache_place=trusted, home=home, reference=reference)
+        of_teacher = path / "caches" / Path(record.cache).name.partition(VIA)[0]
+        compared = of_teacher if VIA in Path(record.cache).name and of_teacher.is_dir() else reference
+        trained = TrainedRun.open(run, cache_place=trusted, home=home, reference=compared)
         layer = trained.layer if trained.is_compared_with_own else layer
         opened.append(trained)
     if not opened:

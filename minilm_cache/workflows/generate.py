@@ -55,6 +55,7 @@ def generate(
     sources = _sources(config, texts)
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, device)
+    _refuse_other_sources(model, sources, pairs=generator.pairs)
     decoding = generator.decoding.changed(config)
     if config.max_length is not None:
         decoding = decoding.with_changes(max_source=config.max_length)
@@ -82,9 +83,24 @@ def row_of(pair: Generated) -> dict[str, str]:
     return {**dict(zip(("src", "answer"), pair.source, strict=False)), "generated": pair.text}
 
 
+def _refuse_other_sources(model: str, sources: Sequence[tuple[str, ...]], *, pairs: bool) -> None:
+    """Raise InvalidConfigError if a model gets single texts and was tuned on pairs, or gets pairs."""
+    if pairs and len(sources[0]) == 1:
+        raise InvalidConfigError(
+            f"{model} was tuned on passages with answers. Give --answer for each text, or of a file "
+            "--text-columns src,answer."
+        )
+    if not pairs and len(sources[0]) > 1:
+        raise InvalidConfigError(
+            f"{model} was tuned on single texts. Leave out --answer, or give one column of the file."
+        )
+
+
 def _sources(config: GenerateConfig, texts: Sequence[str]) -> list[tuple[str, ...]]:
-    if (config.file is None) == (not texts):
+    if config.file is None and not texts:
         raise InvalidConfigError("give texts, or a file that has them: --file texts.jsonl")
+    if config.file is not None and texts:
+        raise InvalidConfigError(f"give texts or --file {config.file}, not both")
     if config.file is not None:
         return _read(config.file, [part.strip() for part in config.text_columns.split(",")])
     if config.answer and len(config.answer) != len(texts):
@@ -98,9 +114,13 @@ def _read(file: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
     if not file.is_file():
         raise CorpusError(f"--file {file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
     try:
-        return [
+        rows = [
             tuple(read_text(row[name], f"{file}, {where}") for name in columns)
             for where, row in read_rows(file, columns)
         ]
     except CorpusError as error:
         raise CorpusError(str(error).replace("--text-column", "--text-columns")) from error
+    empty = next((number for number, row in enumerate(rows) if not all(text.strip() for text in row)), None)
+    if empty is not None:
+        raise CorpusError(f"{file}, record {empty} (counted from 0): a text is empty. Remove the record.")
+    return rows

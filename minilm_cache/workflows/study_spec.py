@@ -1,20 +1,23 @@
 """Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
+import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, joined_names, known_objective
+from minilm_cache.report.runs import VIA
 from minilm_cache.settings import FrozenSettings, WrittenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
@@ -22,6 +25,7 @@ from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig, with_preset
 from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
+from minilm_cache.train.record import load_record
 from minilm_cache.train.resume import first_config
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, naming_settings
 from minilm_cache.workflows.study_source import Location, Source
@@ -130,11 +134,15 @@ class Pass:
         return replace(self, config=self.config.with_changes(arch=tuple(arch)))
 
     def grown(self, runs: Path) -> "Iterator[Pass]":
-        """Yield passes for its students: those that are in a folder of runs, then one for all that lack."""
+        """Yield passes for its students: those that are in a folder of runs, then one for all that lack.
+
+        A run is one of them if it has these settings and no other shapes.
+        """
         left = self.config.arch
-        for size in range(len(left), 0, -1):
-            for arch in combinations(left, size):
-                if {*arch} <= {*left} and (runs / self.of(arch).name).is_dir():
+        for folder in sorted(runs.glob(f"{glob.escape(self.label)}-*")):
+            with suppress(MiniLMCacheError):  # damaged, or no run at all
+                arch = load_record(folder).identity.arch
+                if arch and {*arch} <= {*left} and self.of(arch).name == folder.name:
                     yield self.of(arch)
                     left = tuple(shape for shape in left if shape not in arch)
         if left:
@@ -200,13 +208,13 @@ class Study:
         return {assistant.name: assistant for assistant in self.assistants}
 
 
-def read_study(path: Path) -> Study:
+def read_study(path: str | Path) -> Study:
     """Read STUDY.yaml.
 
     Raises:
         InvalidConfigError: a setting is invalid; the message has the line and key of the first mistake.
     """
-    source = Source(path)
+    source = Source(Path(path))
     document = source.check(StudyDocument, _with_names(source), {"": ()})
     choices = _choices(source, document)
     _check_lists(source, document, choices)
@@ -276,6 +284,11 @@ def _assistants(
     """Return the assistants between the caches that a study dumps and its students."""
     if not document.assistants:
         return ()
+    if document.agreement_steps is not None:
+        source.fail(("assistants",), "caches of assistants hold no labels; leave out agreement_steps")
+    named = next((name for name in document.caches if VIA in name), None)
+    if named is not None:
+        source.fail(("caches", named), f"caches of assistants have names with {VIA}; choose another name")
     dumped = [name for name, cache in caches.items() if isinstance(cache, DumpConfig)]
     fitting = [each for each in passes if each.cache in dumped and _is_of_a_chain(each.config)]
     if not fitting:
@@ -290,7 +303,7 @@ def _assistants(
         values = {**dict(first.config), "arch": (arch,)}
         config = source.check(TrainConfig, values, {"": ("assistants",)})
         training = replace(first, label=f"{first.label}-assistant", config=config)
-        cache = f"{name}-via-{arch_slug(arch)}"
+        cache = f"{name}{VIA}{arch_slug(arch)}-{training.name.rpartition('-')[2]}"
         assistants.append(Assistant(name=cache, teacher=name, training=training))
     return tuple(assistants)
 
@@ -302,15 +315,26 @@ def _evaluation(source: Source, document: StudyDocument) -> EvaluateConfig | Non
     if document.dump.get("teacher") is None:
         source.fail(("evaluate",), "students are compared with a teacher; give it under dump")
     values = dict(document.evaluate)
+    unfit = next((key for key in ("as_is", "card", "revision", "untrained") if key in values), None)
+    if unfit is not None:
+        source.fail(("evaluate", unfit), "a study fine-tunes its teacher and its students; leave it out")
     tasks = values.get("task")
-    tasks = values["task"] = [tasks] if isinstance(tasks, str) else list(tasks or ())
-    for place, task in enumerate(tasks):
-        if isinstance(task, str) and is_own_task(task):
-            tasks[place] = str(source.resolve(task))
-    for key in ("data", "dev"):
-        if isinstance(values.get(key), str) and source.resolve(values[key]).exists():
-            values[key] = str(source.resolve(values[key]))
+    if not isinstance(tasks, str | list) or not all(isinstance(task, str) for task in tasks):
+        source.fail(("evaluate",), "name tasks, as {task: [sst2], data: FOLDER}")
+    names = [tasks] if isinstance(tasks, str) else tasks
+    values["task"] = [str(source.resolve(task)) if is_own_task(task) else task for task in names]
+    for key in {"data", "dev"} & values.keys():
+        values[key] = _existing(source, ("evaluate", key), str(values[key]))
     return source.check(EvaluateConfig, values, dict.fromkeys((*values, ""), ("evaluate",)))
+
+
+def _existing(source: Source, location: Location, given: str) -> str:
+    """Return a path of the document, which must exist; what names the hub stays as it is."""
+    if given == "hf" or given.startswith("hf:"):
+        return given
+    if not source.resolve(given).exists():
+        source.fail(location, f"{source.resolve(given)} does not exist")
+    return str(source.resolve(given))
 
 
 def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
@@ -353,6 +377,7 @@ class _Shapes(FrozenSettings):
 def _check_lists(source: Source, document: StudyDocument, choices: Sequence[ObjectiveChoice]) -> None:
     """Refuse seeds within shapes, and values that a list holds twice."""
     shapes: list[tuple[Location, str]] = [(("arch", index), arch) for index, arch in enumerate(document.arch)]
+    shapes += [(("assistants", index), arch) for index, arch in enumerate(document.assistants)]
     for index, choice in enumerate(choices):
         shapes += [(("objective", index), arch) for arch in choice.arch or ()]
     for location, arch in shapes:
@@ -361,7 +386,13 @@ def _check_lists(source: Source, document: StudyDocument, choices: Sequence[Obje
     inits = document.init or ()
     if inits and "init" in document.train:
         source.fail(("train", "init"), "a study varies this; give it under init alone")
-    lists = {"arch": document.arch, "seed": document.seed, "objective": choices, "init": inits}
+    lists = {
+        "arch": document.arch,
+        "seed": document.seed,
+        "objective": choices,
+        "init": inits,
+        "assistants": document.assistants,
+    }
     for key, values in lists.items():
         for index, value in enumerate(values):
             if value in values[:index]:

@@ -73,6 +73,10 @@ def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, c
         command, folder / "model", "--task", file, "--dev", dev, *SHORT, "--as-is", "--out", tmp_path / "2"
     )
     assert as_is["scores"] == trial["scores"]
+    bare = _trial(command, folder / "model", "--task", file, "--dev", dev, "--as-is", "--out", tmp_path / "3")
+    assert bare["scores"] == trial["scores"]  # as it was tuned, not as tasks are by default
+    code, _, err = command("generate", folder / "model", "ba", "--answer", "be")
+    assert (code, "was tuned on single texts" in err) == (2, True)
 
     code, printed, err = command(
         *("speed", teacher, folder / "model", "--generate", 4, "--batch-size", 2, "--length", 16),
@@ -133,6 +137,8 @@ def test_questions_of_squad_from_passages_and_answers(
         for question in paragraph["qas"]
     ]
     assert [json.loads(row)["tgt"] for row in rows] == questions
+    code, _, err = command("generate", Path(trial["folder"]) / "model", "ba be bi")
+    assert (code, "was tuned on passages with answers" in err) == (2, True)
     code, printed, err = command(
         "generate", Path(trial["folder"]) / "model", "ba be bi", "--answer", "be", "--json"
     )
@@ -142,6 +148,31 @@ def test_questions_of_squad_from_passages_and_answers(
 
 def _source(folder: Path, *, tests: bool = False) -> Source:
     return Source(folder=folder, hub=None, tests=tests, note=Silent().note)
+
+
+def test_scores_that_some_trials_lack_are_left_out(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """WordNet, and with it METEOR, may be installed between two seeds."""
+    file, out = _write(tmp_path / "own.jsonl", _rows(16)), tmp_path / "out"
+    first = _trial(command, teacher, "--task", file, *FAST, "--out", out)
+    record = Path(first["folder"]) / "trial.json"
+    content = json.loads(record.read_text())
+    content["scores"]["dev"]["METEOR"] = 1.0
+    record.write_text(json.dumps(content))
+    asked = ("--task", file, *FAST, "--out", out, "--seeds", 2, "--device", "cpu", "--json")
+    code, printed, err = command("evaluate", teacher, *asked)
+    assert code == 0, err
+    (summary,) = json.loads(printed)["summaries"]
+    assert set(summary["scores"]["dev"]) == {"BLEU-4", "rouge1", "rouge2", "rougeL"}
+
+
+def test_columns_may_be_named_without_the_target(teacher: Path, tmp_path: Path, command: Command) -> None:
+    rows = [{**row, "answer": row["src"].split()[0]} for row in _rows(16)]
+    file = _write(tmp_path / "own.jsonl", rows)
+    trial = _trial(
+        command, teacher, "--task", file, "--text-columns", "src,answer", *FAST, "--out", tmp_path / "o"
+    )
+    written = (Path(trial["folder"]) / "predictions" / "dev.jsonl").read_text()
+    assert " [SEP] " in written
 
 
 def test_published_layouts_are_read_alike(tmp_path: Path) -> None:
@@ -194,6 +225,9 @@ def test_scores_by_counting() -> None:
     pairs = [[Counter(itertools.pairwise(text)) for text in texts] for texts in words]
     twos = [f1((a & b).total(), a.total(), b.total()) for a, b in zip(*pairs, strict=True)]
     assert found["rouge2"] == pytest.approx(np.mean(twos))
+    for text in ("привет мир друг мой хороший", "東京は日本の首都"):
+        same = generation_scores([text], [text])
+        assert [same[name] for name in ("rouge1", "rouge2", "rougeL")] == pytest.approx([100] * 3)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +279,13 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         (("evaluate", teacher, "--task", labelled, "--num-beams", 2), "is about generated texts"),
         (("evaluate", teacher, "--task", one, "--text-columns", "src", "--target-column", "tgt"), "tgt"),
         (("evaluate", teacher, "--task", "squad-qg"), "--data is missing"),
-        (("evaluate", modern, "--task", own, *SHORT), "keeps no keys and values"),
+        (("evaluate", teacher, modern, "--task", own, *SHORT), "keeps no keys and values"),
+        (
+            ("evaluate", teacher, "--task", own, "--target-column", "tgt", "--metric", "f1"),
+            "is about labels",
+        ),
+        (("evaluate", teacher, "--task", own, "--as-is", "--label-smoothing", 0.3), "--label-smoothing"),
+        (("generate", written, "ba", "--file", own), "not both"),
         (("generate", written, "ba"), "was not fine-tuned to generate texts"),
         (("generate", written), "give texts, or a file"),
         (("generate", written, "ba", "be", "--answer", "ba"), "1 --answer for 2 texts"),
@@ -260,3 +300,4 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         assert last.startswith("error: "), (arguments, last)
         assert named in last, (arguments, last)
         assert "Traceback" not in err
+        assert "% (" not in err, arguments  # nothing was trained before

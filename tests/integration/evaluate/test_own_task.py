@@ -132,7 +132,12 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     good = write(tmp_path / "good.csv", rows())
     base = ("evaluate", teacher, "--max-length", 32, "--out", tmp_path / "out", "--task")
     command.fails(*base, tmp_path / "no.csv", code=1, says="no.csv is not a file")
-    command.fails(*base, tmp_path / "no.txt", code=2, says="or a file of labelled texts (.csv, .tsv")
+    command.fails(
+        *base,
+        tmp_path / "no.txt",
+        code=2,
+        says="or a file of texts with labels, or with texts to generate (.csv, .tsv",
+    )
     command.fails(*base, "sst2", code=2, says="--data is missing")
     command.fails(
         *base, "sst2", "--data", tmp_path, "--metric", "f1", code=2, says="is about a task of your own"

@@ -206,7 +206,7 @@ def test_misuse_of_models_and_options(world: World, command: Command) -> None:
     )
     command.fails("evaluate", world.teacher, *asked, "--device", "meta", code=2, says="cpu or cuda")
     squad = write_squad(world.root / "squad", "1.1")
-    says = "SQuAD has no test set without labels"
+    says = "SQuAD has no test set to predict"
     command.fails(
         *("evaluate", world.teacher, "--task", "squad", "--data", squad, "--predict"), code=1, says=says
     )

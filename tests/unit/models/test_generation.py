@@ -116,6 +116,19 @@ def test_a_configuration_may_not_turn_keys_off() -> None:
     assert TextGenerator(model, TOKENIZER, DECODING).generate(SOURCES) == expected
 
 
+def test_other_attentions_and_sources_of_other_kinds_are_not_read_wrongly() -> None:
+    """Eager attention would add a mask of true and false to its scores."""
+    expected = TextGenerator(_model("bert"), TOKENIZER, DECODING).generate(SOURCES)
+    eager = tiny_model("bert", head="tokens", attention="eager", seed=3)
+    generator = TextGenerator(eager, TOKENIZER, DECODING)
+    assert generator.generate(SOURCES) == expected
+    for wrong in ("ba be", [("ba", "be", "bi")]):
+        with pytest.raises(InvalidConfigError, match="give a list of texts, or of pairs"):
+            generator.generate(wrong)
+    with pytest.raises(InvalidConfigError, match="at least one text"):
+        generator.generate(SOURCES, batch_size=0)
+
+
 def test_each_step_with_kept_keys_equals_a_whole_pass() -> None:
     model = _model("bert")
     generator = TextGenerator(model, TOKENIZER, DECODING)
