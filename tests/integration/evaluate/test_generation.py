@@ -4,22 +4,26 @@ import itertools
 import json
 import random
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from nltk.translate.bleu_score import corpus_bleu
+from nltk.translate.meteor_score import meteor_score
 
 from minilm_cache import TextGenerator
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.files import Source
-from minilm_cache.evaluate.generation import generation_scores
+from minilm_cache.evaluate.generation import generation_scores, has_wordnet
 from minilm_cache.evaluate.generation_data import read_generation_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask
 from minilm_cache.session import Silent
 from tests.conftest import Command
-from tests.support import WORDS, save_teacher
+from tests.support import WORDS, save_teacher, write_hub
 from tests.tasks import write_squad, write_sst2
 
 SHORT = ("--max-length", 24, "--max-new-tokens", 6, "--num-beams", 2)
@@ -196,6 +200,44 @@ def test_published_layouts_are_read_alike(tmp_path: Path) -> None:
     assert [example.target for example in tracks[0].test["test"]] == [row["tgt"] for row in rows["test"]]
     (without,) = read_generation_task(XSUM, _source(tmp_path / "bart"))
     assert not without.test
+
+
+@pytest.mark.parametrize("name", ["squad-qg", "xsum", "cnndm", "gigaword"])
+def test_columns_of_the_hub(name: str, tmp_path: Path) -> None:
+    task = TASKS[name]
+    assert isinstance(task, GenerationTask)
+    columns = (*task.hub_sources, task.hub_target)
+    rows = Dataset.from_dict({column: [f"{column} {number}" for number in range(3)] for column in columns})
+    splits = dict.fromkeys(("train", "validation", "test"), rows)
+    hub = write_hub(tmp_path / "hub", {task.hub_configuration: splits})
+    asked = Source(folder=None, hub=str(hub), tests=True, note=Silent().note)
+    (track,) = read_generation_task(task, asked)
+    assert track.dev["dev"][1].source == tuple(f"{column} 1" for column in task.hub_sources)
+    assert [example.target for example in track.test["test"]] == [f"{columns[-1]} {n}" for n in range(3)]
+    other = write_hub(
+        tmp_path / "other", {task.hub_configuration: {"train": rows.remove_columns(columns[0])}}
+    )
+    with pytest.raises(CorpusError, match=f"has no column '{columns[0]}'"):
+        read_generation_task(task, replace(asked, hub=str(other)))
+
+
+def test_meteor_is_nltks_and_needs_wordnet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary without synonyms stands for WordNet: words and stems are compared."""
+
+    class NoSynonyms:
+        def synsets(self, _: str) -> list[object]:
+            return []
+
+    targets = ["The cats sat on the mat .", "Who wrote it ?"]
+    assert "METEOR" not in generation_scores(targets, targets) or has_wordnet()
+    module = "minilm_cache.evaluate.generation"
+    monkeypatch.setattr(f"{module}.has_wordnet", lambda: True)
+    monkeypatch.setattr(f"{module}.meteor_score", partial(meteor_score, wordnet=NoSynonyms()))
+    same = generation_scores(targets, targets)["METEOR"]
+    assert same > 95  # one chunk of all words costs a little
+    other = generation_scores(targets, ["the cat sat on the mat .", "who wrote it ?"])["METEOR"]
+    assert other == pytest.approx(same, abs=1)  # by its stem
+    assert generation_scores(targets, ["nothing alike", "at all"])["METEOR"] == 0
 
 
 def _lcs(first: list[str], second: list[str]) -> int:
