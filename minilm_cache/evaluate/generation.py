@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
 
     card_type: ClassVar[str] = "text-generation"
 
-    def configured(self, config: EvaluateConfig) -> Self:
+    def configured(self, config: EvaluateConfig) -> "GenerationKind":
         """Return the kind with the task's settings as they were given; see `Kind.configured`."""
         generation = self.task.generation
         changes = {
@@ -82,7 +82,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         generation = generation.with_changes(decoding=decoding, **changes)
         return self.of(replace(self.task, generation=generation))
 
-    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> Self:
+    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> "GenerationKind":
         """Return the kind with the decoding of a model that generates texts already; see `Kind.as_tuned`."""
         decoding = read_decoding(model.folder).changed(config)
         if config.max_length is not None:

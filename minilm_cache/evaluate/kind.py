@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from minilm_cache.evaluate.tasks import Generation, Task
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 AnyExample = TypeVar("AnyExample")
+AnyKind = TypeVar("AnyKind", bound="Kind[Any, Any]")
 Features = list[dict[str, Any]]
 """Model inputs by name, one dictionary a sequence."""
 Predictions = Any
@@ -48,7 +49,7 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
     card_type: ClassVar[str]
     """Name of the kind in model cards of the hub."""
 
-    def configured(self, config: EvaluateConfig) -> Self:
+    def configured(self: AnyKind, config: EvaluateConfig) -> AnyKind:
         """Return the kind with the task's lengths and other settings as they were given.
 
         Raises:
@@ -59,7 +60,7 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
             raise InvalidConfigError(f"{given} is about generated texts, and {self.task.title} has none.")
         return self if config.max_length is None else self.of(self.task.cut(config.max_length))
 
-    def of(self, task: Any) -> Self:  # noqa: ANN401 - of the same kind
+    def of(self: AnyKind, task: Any) -> AnyKind:  # noqa: ANN401 - of the same kind
         """Return the kind with another task."""
         return replace(self, task=task)
 
@@ -101,7 +102,7 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
             "be fine-tuned. Leave it out."
         )
 
-    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> Self:
+    def as_tuned(self: AnyKind, model: Evaluated, config: EvaluateConfig) -> AnyKind:
         """Return the kind with the settings of a model's own fine-tuning, where none were given.
 
         Args:
