@@ -20,7 +20,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     notebook = nbformat.read(ROOT / "docs/first-look.ipynb", 4)  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         cell.source = (
-            cell.source.replace('"8k"', '"2k"').replace("steps=20", "steps=2").replace("python-docs", page)
+            cell.source.replace('"8k"', '"2k"')
+            .replace("max_train=128", "max_train=16, max_dev=16")
+            .replace("steps=20", "steps=2")
+            .replace("python-docs", page)
         )
     paths = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=240, kernel_name="python3", resources=paths).execute()
