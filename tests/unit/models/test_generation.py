@@ -154,7 +154,7 @@ def test_each_step_with_kept_keys_equals_a_whole_pass() -> None:
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_beams_find_the_best_of_all_texts(penalty: float) -> None:
-    """Of a vocabulary of 6: five words, and the end of a text."""
+    """The vocabulary has six tokens: five words, and the end of a text."""
     end, words = TOKENIZER.sep_token_id, [7, 8, 9, 10, 11]
     model = _model("bert")
     allowed = torch.full((model.config.vocab_size,), -torch.inf)
