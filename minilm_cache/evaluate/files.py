@@ -1,7 +1,7 @@
 """Read tables of examples: .tsv as benchmarks publish it (no quoting), .jsonl, and data sets of the hub."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +10,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from minilm_cache.corpus.load import arrow_cache
+from minilm_cache.corpus.records import read_rows
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.store.durable import bounded_bytes
 
@@ -103,6 +104,37 @@ def read_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         pass
     raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. Fetch the file again.")
+
+
+def own_rows(
+    file: Path, columns: Sequence[str], options: str, *, named: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a file of one's own is, in words, and its values of some columns.
+
+    Args:
+        file: a .csv, .tsv, .jsonl or .parquet file.
+        columns: names of the columns.
+        options: options of the command that name columns, for messages.
+        named: what stands before the name of a file that does not exist, such as an option.
+
+    Raises:
+        CorpusError: the file does not exist or is damaged, or lacks a column.
+    """
+    if not file.is_file():
+        raise CorpusError(f"{named}{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
+    try:
+        for where, row in read_rows(file, columns):
+            yield f"{file}, {where}", row
+    except CorpusError as error:
+        raise CorpusError(str(error).replace("--text-column", options)) from error
+
+
+def read_own_text(value: object, where: str) -> str:
+    """Return a text of a file of one's own, which must say something; errors: see `read_text`."""
+    text = read_text(value, where)
+    if not text.strip():
+        raise CorpusError(f"{where}: a text is empty. Remove the record.")
+    return text
 
 
 def read_table(

@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -32,8 +33,8 @@ from minilm_cache.models.generation import (
     encode_sources,
     read_decoding,
 )
-from minilm_cache.models.inputs import Inputs, Part
-from minilm_cache.models.load import draw_weights, load_tokenizer, mask_token, read_config
+from minilm_cache.models.inputs import Inputs, Part, padded
+from minilm_cache.models.load import draw_weights, mask_token, read_config
 
 try:
     import sacrebleu
@@ -114,12 +115,12 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         generator = TextGenerator.load(model.folder)
         return MaskedTargets(generator.model.model, self.generation.label_smoothing)
 
-    def check(self, model: Evaluated) -> None:
+    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raise an error for a model that cannot generate the task's texts; see `Kind.check`."""
         with torch.device("meta"):
             shape = draw_weights(read_config(model.folder), "tokens", attention="sdpa")
         check_generates(shape, self.generation.decoding, model.name)
-        mask_token(load_tokenizer(model.folder))
+        mask_token(tokenizer)
 
     def save(
         self,
@@ -223,10 +224,6 @@ class _Collator:
             [torch.tensor(row[column]) for row in rows] for column in range(len(rows[0]))
         )
         inputs = Inputs.of(ids, self._pad)
-
-        def padded(column: Sequence[Tensor], value: int) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True, padding_value=value)
-
         return {
             "ids": inputs.ids,
             "lengths": inputs.lengths,
@@ -295,14 +292,11 @@ def has_wordnet() -> bool:
     """Return whether WordNet, which METEOR looks synonyms up in, is installed for nltk."""
     from nltk.data import find  # noqa: PLC0415 - looks for folders when it is imported
 
-    try:
-        find("corpora/wordnet.zip")
-    except LookupError:
-        try:
-            find("corpora/wordnet")
-        except LookupError:
-            return False
-    return True
+    for place in ("corpora/wordnet.zip", "corpora/wordnet"):
+        with suppress(LookupError):
+            find(place)
+            return True
+    return False
 
 
 def _words(text: str) -> list[str]:

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from minilm_cache.corpus.records import read_rows
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import GenerationExample, SpanExample, Track
-from minilm_cache.evaluate.files import Source, load_hub, read_json, read_lines, read_text
+from minilm_cache.evaluate.files import Source, load_hub, own_rows, read_json, read_lines, read_text
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask, SpanTask, task_folder
 
@@ -69,16 +68,8 @@ def read_pairs(file: Path, sources: Sequence[str], target: str) -> list[Generati
     Raises:
         CorpusError: the file does not exist or is damaged, lacks a column, or has an empty text.
     """
-    if not file.is_file():
-        raise CorpusError(f"{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
-    try:
-        return [
-            _example(row, f"{file}, {where}", sources=sources, target=target)
-            for where, row in read_rows(file, (*sources, target))
-        ]
-    except CorpusError as error:
-        words = str(error).replace("--text-column", "--text-columns, --target-column")
-        raise CorpusError(words) from error
+    rows = own_rows(file, (*sources, target), "--text-columns, --target-column")
+    return [_example(row, where, sources=sources, target=target) for where, row in rows]
 
 
 def _from_folder(task: GenerationTask, folder: Path, name: str) -> list[GenerationExample]:

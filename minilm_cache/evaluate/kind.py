@@ -114,7 +114,7 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
         """
         return self
 
-    def check(self, model: Evaluated) -> None:
+    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raise an error for a model that cannot do the task, before any model is fine-tuned.
 
         Raises:

@@ -33,7 +33,7 @@ from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import load_record
-from minilm_cache.train.resume import SUFFIX
+from minilm_cache.train.resume import runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def load_with_head(
 
 def refuse_run_as_teacher(names: Sequence[str]) -> None:
     """Raise InvalidConfigError if the first name, that of the teacher, is a run."""
-    if names and (is_run(Path(names[0])) or _runs_of(names[0])):
+    if names and (is_run(Path(names[0])) or runs_of(Path(names[0]))):
         raise InvalidConfigError(
             f"the first model is the teacher that the others are compared with, and {names[0]} is a run of "
             f"students. Name its teacher first, like: mini {names[0]}."
@@ -175,14 +175,7 @@ def refuse_run_as_teacher(names: Sequence[str]) -> None:
 def _with_runs(names: Iterable[str]) -> Iterator[str]:
     """Yield names of models; a chain, a study or a search stands for its complete runs."""
     for name in names:
-        yield from [str(run) for run in _runs_of(name) if load_record(run).complete] or [name]
-
-
-def _runs_of(name: str) -> list[Path]:
-    """Return the runs of a chain or a study, without those that others began with."""
-    runs = sorted(file.parent for file in Path(name).glob(f"runs/*/{RUN_FILE}"))
-    names = {run.name for run in runs}
-    return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]
+        yield from [str(run) for run in runs_of(Path(name)) if load_record(run).complete] or [name]
 
 
 def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from minilm_cache.corpus.records import columns_of, read_rows
+from minilm_cache.corpus.records import columns_of
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
-from minilm_cache.evaluate.files import read_text
+from minilm_cache.evaluate.files import own_rows, read_own_text
 from minilm_cache.evaluate.generation_data import read_pairs
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import OWN_GENERATION, GenerationTask, Metric, TextTask
@@ -134,24 +134,10 @@ def _rows(file: Path, columns: Sequence[str], label_column: str) -> list[Row]:
     Raises:
         CorpusError: see `read_own_task`; messages name the options of this command.
     """
-    if not file.is_file():
-        raise CorpusError(f"{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
-    rows: list[Row] = []
-    try:
-        for where, row in read_rows(file, (*columns, label_column)):
-            at = f"{file}, {where}"
-            rows.append((tuple(_text(row[name], at) for name in columns), row[label_column], at))
-    except CorpusError as error:
-        words = str(error).replace("--text-column", "--text-columns, --label-column")
-        raise CorpusError(words) from error
-    return rows
-
-
-def _text(value: object, where: str) -> str:
-    text = read_text(value, where)
-    if not text.strip():
-        raise CorpusError(f"{where}: a text is empty. Remove the record.")
-    return text
+    return [
+        (tuple(read_own_text(row[name], where) for name in columns), row[label_column], where)
+        for where, row in own_rows(file, (*columns, label_column), "--text-columns, --label-column")
+    ]
 
 
 def _split(rows: Sequence[Row], file: Path) -> tuple[list[Row], list[Row]]:

@@ -186,7 +186,7 @@ def _trials(
     kind = kind.as_tuned(model, config) if config.as_is else kind
     task = kind.task
     tokenizer = model.tokenizer(task.max_length)
-    kind.check(model)
+    kind.check(model, tokenizer)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     tokenizer_sha256 = canonical_sha256(
         [tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, special]

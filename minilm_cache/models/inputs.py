@@ -65,9 +65,9 @@ class Inputs:
             segments: segment of each token. None means one segment.
         """
         lengths = torch.tensor([len(row) for row in rows])
-        ids = _padded(rows, pad_token)
+        ids = padded(rows, pad_token)
         is_full = bool((lengths == ids.shape[1]).all())
-        return cls(ids, lengths, None if segments is None else _padded(segments, 0), is_full)
+        return cls(ids, lengths, None if segments is None else padded(segments, 0), is_full)
 
     @classmethod
     def full(cls, ids: Int[Tensor, "batch length"]) -> "Inputs":
@@ -184,5 +184,6 @@ def query_numbers(rows: Iterable[npt.NDArray[np.generic]], pair: PairTemplate) -
     return torch.tensor(numbers)
 
 
-def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+def padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    """Return rows of any lengths as one batch, filled up with a value on the right."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

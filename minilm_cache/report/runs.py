@@ -17,9 +17,9 @@ from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
+from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, load_record
-from minilm_cache.train.resume import SUFFIX
+from minilm_cache.train.resume import runs_of
 from minilm_cache.wording import Described, printable
 
 VIA: Final = "-via-"
@@ -250,11 +250,7 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
         InvalidConfigError: the folder holds no run, or one folder is given for the caches of several runs.
         MiniLMCacheError: same as for `TrainedRun.open`.
     """
-    inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
-    names = {run.name for run in inner}  # runs that others began with are no results
-    inner = [
-        run for run in inner if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)
-    ]
+    inner = runs_of(path)
     if is_run(path) or not inner:
         return [TrainedRun.open(path, cache_place=cache_place, home=home)]
     if cache_place is not None and not is_url(cache_place):

@@ -11,7 +11,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import RunFolder, is_run, state_name
+from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, state_name
 from minilm_cache.train.initial import RANDOM, SLICE, Beginnings
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import ANOTHER_MODEL, RunIdentity, RunRecord, load_record
@@ -137,6 +137,13 @@ _HINTS_ON_OLDER_RUNS: Final = {
 
 SUFFIX: Final = "-first"
 """End of the name of the first run's folder, behind that of the second."""
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the runs of a chain or a study, finished or not, without those that others began with."""
+    runs = sorted(file.parent for file in folder.glob(f"runs/*/{RUN_FILE}"))
+    names = {run.name for run in runs}
+    return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]
 
 
 def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.corpus.records import read_rows
-from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
-from minilm_cache.evaluate.files import read_text
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.evaluate.files import own_rows, read_own_text
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.generation import TextGenerator
 from minilm_cache.models.locate import locate_teacher
@@ -111,16 +110,5 @@ def _sources(config: GenerateConfig, texts: Sequence[str]) -> list[tuple[str, ..
 
 
 def _read(file: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    if not file.is_file():
-        raise CorpusError(f"--file {file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
-    try:
-        rows = [
-            tuple(read_text(row[name], f"{file}, {where}") for name in columns)
-            for where, row in read_rows(file, columns)
-        ]
-    except CorpusError as error:
-        raise CorpusError(str(error).replace("--text-column", "--text-columns")) from error
-    empty = next((number for number, row in enumerate(rows) if not all(text.strip() for text in row)), None)
-    if empty is not None:
-        raise CorpusError(f"{file}, record {empty} (counted from 0): a text is empty. Remove the record.")
-    return rows
+    rows = own_rows(file, columns, "--text-columns", named="--file ")
+    return [tuple(read_own_text(row[name], where) for name in columns) for where, row in rows]
