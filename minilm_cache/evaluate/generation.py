@@ -31,6 +31,8 @@ from minilm_cache.models.generation import (
     TextGenerator,
     check_generates,
     encode_sources,
+    lengthened,
+    positions_of,
     read_decoding,
 )
 from minilm_cache.models.inputs import Inputs, Part, padded
@@ -74,7 +76,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         generation = self.task.generation
         changes = {
             name: getattr(config, name)
-            for name in ("label_smoothing", "target_mask_prob")
+            for name in ("label_smoothing", "target_mask_prob", "positions")
             if getattr(config, name) is not None
         }
         decoding = generation.decoding.changed(config)
@@ -88,7 +90,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         decoding = read_decoding(model.folder).changed(config)
         if config.max_length is not None:
             decoding = decoding.with_changes(max_source=config.max_length)
-        generation = self.task.generation.with_changes(decoding=decoding)
+        generation = self.task.generation.with_changes(decoding=decoding, positions=None)
         return self.of(replace(self.task, generation=generation))
 
     @property
@@ -107,6 +109,8 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
     def load(self, model: Evaluated, seed: int) -> nn.Module:
         """Return a masked language model that learns to predict targets; see `Kind.load`."""
         loaded = load_with_head(model, "tokens", seed)
+        if self.generation.positions is not None:
+            loaded = lengthened(loaded, self.generation.decoding.positions)
         set_seed(seed)
         return MaskedTargets(loaded, self.generation.label_smoothing)
 
@@ -115,12 +119,23 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         generator = TextGenerator.load(model.folder)
         return MaskedTargets(generator.model.model, self.generation.label_smoothing)
 
-    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> None:
+    @property
+    def must_read(self) -> int:
+        """One token, as `check` compares the positions with those of source and text together."""
+        return 1
+
+    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> str:
         """Raise an error for a model that cannot generate the task's texts; see `Kind.check`."""
         with torch.device("meta"):
             shape = draw_weights(read_config(model.folder), "tokens", attention="sdpa")
-        check_generates(shape, self.generation.decoding, model.name)
         mask_token(tokenizer)
+        own, needed = positions_of(shape, model.name), self.generation.decoding.positions
+        if self.generation.positions is None or needed <= own:
+            remedy = "Lower one of them, or give --positions copied."
+            check_generates(shape, self.generation.decoding, model.name, remedy=remedy)
+            return ""
+        tokenizer.model_max_length = needed
+        return f"{model.name} has {own} positions; {needed - own} more are copies of the first ones"
 
     def save(
         self,

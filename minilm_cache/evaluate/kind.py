@@ -114,13 +114,22 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
         """
         return self
 
-    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> None:
+    @property
+    def must_read(self) -> int:
+        """Tokens that a model must have positions for."""
+        return self.task.max_length
+
+    def check(self, model: Evaluated, tokenizer: PreTrainedTokenizerFast) -> str:
         """Raise an error for a model that cannot do the task, before any model is fine-tuned.
+
+        Returns:
+            what users should know about the model. Empty means nothing.
 
         Raises:
             TeacherError: its family cannot do it.
             InvalidConfigError: it has too few positions.
         """
+        return ""
 
     def save(
         self,

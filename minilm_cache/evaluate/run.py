@@ -1,7 +1,7 @@
 """Evaluate models on tasks, in one trial per setting and seed. Finished trials are not run again."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -100,7 +100,7 @@ def evaluate_models(
         for name in config.task
         for kind, tracks in [_read(config, name, session)]
         for model in models
-        for trial in _trials(config, model, kind=kind, tracks=tracks, out=out)
+        for trial in _trials(config, model, kind=kind, tracks=tracks, out=out, note=session.progress.note)
     ]
     records = []
     for number, trial in enumerate(trials, 1):
@@ -182,11 +182,13 @@ def _trials(
     kind: Kind[Any, Any],
     tracks: Sequence[Track[Any]],
     out: Path,
+    note: Callable[[str], None],
 ) -> Iterator[_Trial]:
     kind = kind.as_tuned(model, config) if config.as_is else kind
     task = kind.task
-    tokenizer = model.tokenizer(task.max_length)
-    kind.check(model, tokenizer)
+    tokenizer = model.tokenizer(kind.must_read)
+    if remark := kind.check(model, tokenizer):
+        note(remark)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     tokenizer_sha256 = canonical_sha256(
         [tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, special]

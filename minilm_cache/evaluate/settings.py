@@ -36,6 +36,9 @@ class GenerationOptions(DecodingOptions):
     """Share of a label's probability that is spread over all tokens. None means 0.1."""
     target_mask_prob: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a target's tokens that are predicted in a step. None means 1, all of them."""
+    positions: Literal["copied"] | None = None
+    """Where the positions of a model that is too short for the texts come from: `copied` repeats its first
+    ones. None means as the task has it: copied for cnndm, and otherwise such a model is refused."""
 
     @property
     def generation_given(self) -> str | None:
@@ -149,7 +152,7 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
             return self
         fields = type(self).model_fields
         tuning = ("grid", "lr", "epochs", "batch_size", "seeds", "max_train", "untrained", "keep_models")
-        for name in (*tuning, "label_smoothing", "target_mask_prob"):
+        for name in (*tuning, "label_smoothing", "target_mask_prob", "positions"):
             if getattr(self, name) != fields[name].default:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} is about fine-tuning, which --as-is leaves out; leave it out")

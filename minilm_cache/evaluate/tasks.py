@@ -152,6 +152,9 @@ class Generation(FrozenSettings):
     """Share of a label's probability that is spread over all tokens, from 0 to 1."""
     target_mask_prob: float = 1.0
     """Share of the tokens of a target that are predicted in a step, from 0 to 1."""
+    positions: Literal["copied"] | None = None
+    """Where the positions of a model that is too short come from: copies of its first ones, in their order.
+    None means that such a model is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,13 +340,14 @@ _ALL: Final[tuple[Task, ...]] = (
         title="CNN-DailyMail",
         generation=Generation(
             decoding=Decoding(
-                max_source=352,
+                max_source=608,
                 max_new_tokens=160,
                 min_new_tokens=48,
                 num_beams=5,
                 length_penalty=0.0,
                 no_repeat_ngram_size=3,
-            )
+            ),
+            positions="copied",
         ),
         hub="abisee/cnn_dailymail",
         hub_configuration="3.0.0",

@@ -33,7 +33,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.decoding import Decoding
 from minilm_cache.models.files import read_json
 from minilm_cache.models.inputs import Inputs, Part
-from minilm_cache.models.load import load_tokenizer, load_weights, mask_token
+from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
 from minilm_cache.models.tap import gathered
 
 GENERATION_FILE: Final = "generation_config.json"
@@ -89,6 +89,7 @@ def check_generates(
     name: str,
     *,
     options: tuple[str, str] = ("--max-length", "--max-new-tokens"),
+    remedy: str = "Lower one of them.",
 ) -> None:
     """Raise an error if a model cannot generate texts, or has too few positions for them.
 
@@ -97,10 +98,29 @@ def check_generates(
         decoding: how long its texts are.
         name: name of the model, for the message.
         options: options that the lengths of source and text come from, for the message.
+        remedy: what helps where positions lack, for the message.
 
     Raises:
         TeacherError: its family keeps no keys and values of earlier tokens, or has no table of positions.
         InvalidConfigError: it has too few positions.
+    """
+    available = positions_of(model, name)
+    if decoding.positions > available:
+        raise InvalidConfigError(
+            f"{options[0]} {decoding.max_source} and {options[1]} {decoding.max_new_tokens} need "
+            f"{decoding.positions} positions together, and {name} has {available}. {remedy}"
+        )
+
+
+def positions_of(model: PreTrainedModel, name: str) -> int:
+    """Return the number of positions of a masked language model that can generate texts.
+
+    Args:
+        model: the model; it may be on the device `meta`.
+        name: name of the model, for the message.
+
+    Raises:
+        TeacherError: its family keeps no keys and values of earlier tokens, or has no table of positions.
     """
     parameters = inspect.signature(type(model.base_model).forward).parameters
     table = _positions(model)
@@ -109,12 +129,34 @@ def check_generates(
             f"{name}: transformers keeps no keys and values of earlier tokens for the family "
             f"{model.config.model_type}, which generating a text needs. {_ADVICE}"
         )
-    available = table.num_embeddings - _first_position(model)
-    if decoding.positions > available:
-        raise InvalidConfigError(
-            f"{options[0]} {decoding.max_source} and {options[1]} {decoding.max_new_tokens} need "
-            f"{decoding.positions} positions together, and {name} has {available}. Lower one of them."
-        )
+    return table.num_embeddings - _first_position(model)
+
+
+def lengthened(model: PreTrainedModel, positions: int) -> PreTrainedModel:
+    """Return a model with at least so many positions.
+
+    New positions are copies of the first ones, in their order, which train faster than random ones (UniLM's
+    fine-tuning for long sources; Bao et al. 2020, arXiv 2002.12804, read 608 + 160 tokens so).
+
+    Args:
+        model: a masked language model that `positions_of` has passed.
+        positions: positions that are needed. A model that has them is returned as it is.
+    """
+    table, first = _positions(model).weight.detach(), _first_position(model)
+    own = len(table) - first
+    if positions <= own:
+        return model
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = first + positions
+    longer = draw_weights(config, "tokens", attention="sdpa")
+    rows = torch.arange(positions) % own + first
+    state = model.state_dict()
+    for name, weights in longer.state_dict().items():
+        if weights.shape != state[name].shape:
+            state[name] = torch.cat([table[:first], table[rows]])
+    longer.load_state_dict(state)
+    longer.train(model.training)
+    return longer
 
 
 class MaskedTargets(nn.Module):

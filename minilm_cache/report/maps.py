@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +28,7 @@ from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import relation_probs
 from minilm_cache.report.compare import check_is_teacher_of, load_student
-from minilm_cache.report.plots import attention_maps
+from minilm_cache.report.plots import Picture, attention_maps
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -173,7 +172,7 @@ def _stored_maps(cache: Cache, number: int) -> ModelMaps:
 
 def attention_figure(
     run: TrainedRun | str | Path, text: str, *, teacher: str, head: int | None = None
-) -> Figure:
+) -> Picture:
     """Draw how the last layers of a teacher and of a run's students attend on a text, side by side.
 
     Args:

@@ -1,4 +1,9 @@
 "use strict";
+// Charts: Vega draws each description; `ast` interprets its expressions instead of running them as code.
+for (const source of document.querySelectorAll("script.spec")) {
+  const options = { actions: false, ast: true, renderer: "svg" };
+  window.vegaEmbed(source.previousElementSibling, JSON.parse(source.textContent), options);
+}
 // Attention maps: teacher and students side by side. One byte is 255 times the root of a probability.
 (() => {
   const source = document.getElementById("maps-data");

@@ -4,20 +4,15 @@ Everything that comes from a cache or a model enters the template as text, never
 other file.
 """
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib as mpl
 import pyarrow as pa
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
@@ -27,9 +22,9 @@ from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
-    INK,
     agreement_figure,
     curves_figure,
+    drawing_script,
     similarity_figure,
     storage_figure,
     tradeoff_figure,
@@ -169,6 +164,7 @@ def _render(values: Mapping[str, Any]) -> str:
     return environment.from_string((folder / "page.html").read_text()).render(
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - a file of this package
         script=Markup((folder / "page.js").read_text()),  # noqa: S704 - a file of this package
+        drawing=Markup(drawing_script()),  # noqa: S704 - Vega, from a package
         **values,
     )
 
@@ -197,9 +193,9 @@ def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, 
     dense_bytes = identity.relation_heads * identity.packing.max_length * _FLOAT16_BYTES * num_relations
     has_kls = students["kl_sum"].null_count < len(students)
     return {
-        "curves": svg(curves_figure(runs), "curves"),
-        "tradeoff": svg(tradeoff_figure(students), "tradeoff"),
-        "storage": svg(storage_figure(students, dense_bytes), "storage") if has_kls else None,
+        "curves": curves_figure(runs).spec,
+        "tradeoff": tradeoff_figure(students).spec,
+        "storage": storage_figure(students, dense_bytes).spec if has_kls else None,
     }
 
 
@@ -215,12 +211,9 @@ def _comparison_values(
         "num_shown": len(shown),
         "maps": packed(compared.maps) if compared.maps else None,
         "untrained": {name: runs_of[folder].record.identity.spec.untrained for name, folder in shown},
-        "similarity": [
-            (layers, svg(similarity_figure(layers), layers.student)) for layers in compared.similarity
-        ],
+        "similarity": [(layers, similarity_figure(layers).spec) for layers in compared.similarity],
         "agreement": [
-            (name, relations, svg(agreement_figure(relations), f"agreement {name}"))
-            for name, relations in by_student.items()
+            (name, relations, agreement_figure(relations).spec) for name, relations in by_student.items()
         ],
     }
 
@@ -281,19 +274,6 @@ def _compared_students(
         )
         for name, folder in shown
     ]
-
-
-def svg(figure: Figure, name: str) -> Markup:
-    """Return a figure as SVG that takes the text colour of the page and has identifiers of its own."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    prefix = sha256(name.encode()).hexdigest()[:8]
-    text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
-    # The column of the page sets the size; the view box keeps the ratio of width to height.
-    return Markup(re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))  # noqa: S704 - matplotlib escapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,117 +1,119 @@
-"""The report's figures: each function takes tables and returns a matplotlib figure, also for notebooks.
+"""The report's charts: each function takes tables and returns a picture that a page or a notebook shows.
 
-Series differ in marker and line style in addition to colour. Text and axes have one ink colour, which a page
-can replace by its own.
+Vega-Altair describes them, and Vega draws them: with hover, a legend that can be clicked, and lists that
+choose an objective, a cache or a seed. Nothing in a name is ever read as an expression.
 """
 
-import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
+import altair as alt
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+import vl_convert
 
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, RelationAgreement
-from minilm_cache.report.tables import KL_COLUMNS, curves_table
+from minilm_cache.report.tables import KL_COLUMNS, curves_table, seed_of
 from minilm_cache.train.record import StudentRecord
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
 """Colours of series, of medium lightness: they stand out on white and on black."""
-MARKERS: Final = "os^Dv<>P"
-STYLES: Final = ("-", "--", "-.", ":")
-_MOST_POINTS: Final = 400
+DASHES: Final = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+"""Styles of the lines of series with the same colour: lengths of dashes and gaps, in pixels."""
+_MOST_POINTS: Final = 200
 """Most points of a curve; of a longer curve every n-th point is drawn."""
-_MARKS: Final = 8
-"""Number of markers along a curve."""
-_NOTEBOOK_DPI: Final = 100
-INK: Final = "#121314"
-"""Colour of text and axes, which a page replaces by its own."""
+_WIDTH: Final = 640
+_HEIGHT: Final = 320
+"""Width of a wide chart as an image, and its height, in pixels."""
+_SMALL: Final = 210
+"""Width and height of the charts that stand beside each other, in pixels."""
+_CELL: Final = 34
+_TOKEN: Final = 12
+"""Width and height of a cell of a table of layers and of a map of tokens, in pixels."""
+_INK: Final = "currentColor"
+"""Colour of text and axes: that of the text around the picture, and black in a notebook."""
+_VEGA_LITE: Final = alt.SCHEMA_VERSION.rpartition(".")[0].removeprefix("v")
+Rows = list[dict[str, Any]]
+AnyChart = alt.Chart | alt.LayerChart | alt.FacetChart | alt.ConcatChart | alt.HConcatChart
 
 
-class ShownFigure(Figure):
-    """A figure that notebooks show, without pyplot, which keeps figures alive and needs a display."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A chart, which notebooks show as an image and pages draw."""
+
+    chart: AnyChart
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The chart in Vega-Lite, in JSON's types."""
+        ink = {f"{part}Color": _INK for part in ("label", "title", "domain", "tick", "grid")}
+        legend = alt.LegendConfig(
+            labelColor=_INK, titleColor=_INK, labelLimit=420, orient="bottom", columns=2
+        )
+        styled = self.chart.configure(
+            background="transparent",
+            axis=ink | {"gridOpacity": 0.12},
+            legend=legend,
+            title=alt.TitleConfig(color=_INK),
+            text=alt.MarkConfig(color=_INK),
+            range=alt.RangeConfig(category=list(COLOURS)),
+            view=alt.ViewConfig(stroke=None, continuousHeight=_HEIGHT),
+        )
+        spec: dict[str, Any] = styled.to_dict()
+        return spec
 
     def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=_NOTEBOOK_DPI, facecolor="white")
-        return buffer.getvalue()
+        spec = self.spec
+        spec |= {"background": "white"} | ({"width": _WIDTH} if spec.get("width") == "container" else {})
+        png: bytes = vl_convert.vegalite_to_png(spec, vl_version=_VEGA_LITE, scale=1.5)
+        return png
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure with one set of axes."""
-    figure = ShownFigure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    figure.patch.set_alpha(0)
-    _style_axes(axes)
-    return figure, axes
+def drawing_script() -> str:
+    """Return the JavaScript that draws charts, whole: it defines `vegaEmbed` and loads nothing."""
+    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VEGA_LITE)
+    return script
 
 
-def _style_axes(axes: Axes) -> None:
-    """Remove background and frame, and draw the rest in the ink colour."""
-    axes.patch.set_alpha(0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(which="both", colors=INK)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(INK)
-
-
-def _plain_numbers(axis: Axis) -> None:
-    """Label a logarithmic axis with numbers like 0.15, where matplotlib would write powers of ten."""
-    axis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 7)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(NullLocator())
-
-
-def _legend(axes: Axes, title: str) -> None:
-    """Draw a legend to the right of the axes, if there is anything to name."""
-    if not axes.get_legend_handles_labels()[0]:
-        return
-    legend = axes.legend(
-        title=title, frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1)
-    )
-    legend.get_title().set_color(INK)
-
-
-def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
+def curves_figure(runs: Sequence[TrainedRun]) -> Picture:
     """Draw the training loss of every student; crosses are the same loss on held-out sequences."""
-    figure, axes = _axes(8.5, 4.2)
-    all_kls = all(run.record.identity.spec.is_relational for run in runs)
-    drawn = 0
+    rows: Rows = []
     for run in runs:
         table = curves_table(run)
         for student in run.students:
             logged = table.filter(pc.field("student") == student.arch)
             losses = logged.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
             losses = losses.take(np.arange(0, len(losses), 1 + len(losses) // _MOST_POINTS))
-            colour = COLOURS[drawn % len(COLOURS)]
-            style = STYLES[(drawn + drawn // len(COLOURS)) % len(STYLES)]  # the first 32 pairs all differ
-            label = _literal(f"{student.arch}, {run.label}" if len(runs) > 1 else student.arch)
-            axes.plot(
-                losses["step"],
-                losses["nats"],
-                style,
-                marker=MARKERS[drawn % len(MARKERS)],
-                markevery=max(1, len(losses) // _MARKS),
-                ms=4,
-                color=colour,
-                lw=1.4,
-                label=label,
-            )
-            held_out = _held_out_losses(run, student, logged)
-            axes.plot(list(held_out), list(held_out.values()), "x", color=colour)
-            drawn += 1
-    axes.set(xlabel="step", ylabel="loss (nats)" if all_kls else "loss", yscale="log")
-    _plain_numbers(axes.yaxis)
-    _legend(axes, "student")
-    return figure
+            label = f"{student.arch}, {run.label}" if len(runs) > 1 else student.arch
+            names = {
+                "student": label,
+                "objective": run.record.identity.in_words(),
+                "cache": run.name,
+                "seed": seed_of(run, student),
+            }
+            points = zip(losses["step"].to_pylist(), losses["nats"].to_pylist(), strict=True)
+            rows += [{**names, "step": step, "training": loss} for step, loss in points]
+            looks = _held_out_losses(run, student, logged).items()
+            rows += [{**names, "step": step, "held out": loss} for step, loss in looks]
+    all_kls = all(run.record.identity.spec.is_relational for run in runs)
+    title = "loss (nats)" if all_kls else "loss"
+    clicked = alt.selection_point(fields=["student"], bind="legend")
+    base = alt.Chart(_data(rows)).encode(
+        x=alt.X("step:Q"),
+        color=_colour(rows, "student"),
+        opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
+        tooltip=_tooltip(rows),
+    )
+    trained = base.encode(y=alt.Y("training:Q", title=title).scale(type="log", nice=False))
+    line = trained.mark_line(strokeWidth=1.6).encode(strokeDash=_dashes(rows, "student"))
+    seen = base.mark_point(shape="cross", size=50, filled=True).encode(y=alt.Y("held out:Q", title=title))
+    chart = alt.layer(line, trained.mark_point(size=40, filled=True, opacity=0), seen)
+    return Picture(_chosen(chart.add_params(clicked), rows, one_of="objective"))
 
 
 def _held_out_losses(run: TrainedRun, student: StudentRecord, logged: pa.Table) -> dict[int, float]:
@@ -122,190 +124,241 @@ def _held_out_losses(run: TrainedRun, student: StudentRecord, logged: pa.Table) 
     return {step: loss for step, loss in sorted(losses.items()) if loss is not None}
 
 
-def tradeoff_figure(students: pa.Table) -> Figure:
+def tradeoff_figure(students: pa.Table) -> Picture:
     """Draw speed, in multiples of the teacher's, against closeness; areas show numbers of parameters.
 
     Closeness is the held-out KL, or where no student has one, the held-out loss of its objective.
     """
-    figure, axes = _axes(8.5, 4.2)
     column = "kl_sum" if _with(students, "kl_sum") else "held_out_loss"
-    rows = _with(students, column)
-    most = max((row["num_parameters"] for row in rows), default=1)
-    best: dict[tuple[str, str], tuple[float, float]] = {}
+    title = {"kl_sum": "held-out KL, summed (nats)", "held_out_loss": "held-out loss"}[column]
+    rows = [
+        _named(row) | {"speed": row["speedup"], "closeness": row[column]} for row in _with(students, column)
+    ]
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
-        key = (row["arch"], _relations_of(row))
-        place = (row["speedup"], row[column])
-        best[key] = min(best.get(key, place), place, key=lambda position: position[1])
-    caches = list(dict.fromkeys(map(_cache_label, rows)))
-    for number, cache in enumerate(caches):
-        members = [row for row in rows if _cache_label(row) == cache]
-        axes.scatter(
-            [row["speedup"] for row in members],
-            [row[column] for row in members],
-            s=[30 + 270 * row["num_parameters"] / most for row in members],
-            marker=MARKERS[number % len(MARKERS)],
-            color=COLOURS[number % len(COLOURS)],
-            alpha=0.75,
-            label=_literal(cache),
-        )
-    for (arch, _), place in best.items():
-        axes.annotate(
-            _literal(arch), place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8
-        )
-    closeness = {"kl_sum": "held-out KL, summed (nats)", "held_out_loss": "held-out loss"}
-    axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel=closeness[column])
-    axes.margins(0.12)
-    if len(caches) > 1:
-        _legend(axes, "cache")
-    return figure
+        key = (row["shape"], row["cache"], row["objective"], row["measure"])
+        best[key] = min(best.get(key, row), row, key=lambda one: float(one["closeness"]))
+    for row in best.values():
+        row["label"] = row["shape"]
+    base = alt.Chart(_data(rows)).encode(
+        x=alt.X("speed:Q", title="tokens per second of inference, teacher = 1").scale(zero=False, padding=30),
+        y=alt.Y("closeness:Q", title=title).scale(zero=False, padding=20),
+    )
+    points = base.mark_point(filled=True, opacity=0.75).encode(
+        size=alt.Size("parameters:Q", legend=None).scale(range=[30, 300]),
+        color=_colour(rows, "objective"),
+        shape=_shape(rows, "cache"),
+        tooltip=_tooltip(rows, without=("label",)),
+    )
+    text = base.mark_text(align="left", dx=9, dy=9).encode(text="label:N")
+    return Picture(_chosen(alt.layer(points, text), rows, one_of="measure"))
 
 
-def attention_maps(maps: Mapping[str, npt.NDArray[np.float32]], tokens: Sequence[str]) -> Figure:
-    """Draw maps side by side: how much each token (row) attends to each other one (column).
-
-    Args:
-        maps: maps by the name of the model, each `(shown, shown)`.
-        tokens: the shown tokens.
-    """
-    side = 1.5 + 0.11 * len(tokens)
-    figure = ShownFigure(figsize=(side * len(maps), side), layout="constrained")
-    for axes, (name, weights) in zip(
-        figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True
-    ):
-        axes.imshow(np.sqrt(weights), cmap="Blues", vmin=0, vmax=1)
-        axes.set_title(_literal(name), fontsize=9)
-        axes.set_xticks(range(len(tokens)), list(map(_literal, tokens)), rotation=90, fontsize=6)
-        axes.set_yticks(range(len(tokens)), list(map(_literal, tokens)), fontsize=6)
-        axes.tick_params(length=0)
-    return figure
-
-
-def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
+def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
     """Draw bytes per token of each cache against its students' KL, with a line for each shape.
 
     Args:
         students: table of students (`report.tables.students_table`).
         dense_bytes_per_token: bytes per token of both relations in float16 without a codec, drawn as a line.
     """
-    figure, axes = _axes(8.5, 4.2)
-    rows = _with(students, "kl_sum")
-    for number, key in enumerate(dict.fromkeys(map(_line_label, rows))):
-        means: dict[float, list[float]] = {}
-        for row in rows:
-            if _line_label(row) == key:
-                means.setdefault(row["cache_bytes_per_token"], []).append(row["kl_sum"])
-        sizes = sorted(means)
-        axes.plot(
-            sizes,
-            [float(np.mean(means[size])) for size in sizes],
-            STYLES[number % len(STYLES)],
-            marker=MARKERS[number % len(MARKERS)],
-            color=COLOURS[number % len(COLOURS)],
-            label=_literal(key),
-        )
-    axes.axvline(dense_bytes_per_token, color=INK, lw=0.8, ls=":")
-    transform = axes.get_xaxis_transform()
-    axes.text(
-        dense_bytes_per_token,
-        0.98,
-        " dense ",
-        color=INK,
-        fontsize=8,
-        va="top",
-        ha="right",
-        transform=transform,
+    rows = [
+        _named(row) | {"bytes": row["cache_bytes_per_token"], "KL": row["kl_sum"]}
+        for row in _with(students, "kl_sum")
+    ]
+    for row in rows:
+        row["student"] = f"{row['shape']}, {row['objective']}"
+    bytes_axis = alt.X("bytes:Q", title="bytes per token of the cache").scale(
+        type="log", nice=False, padding=20
     )
-    axes.set(xlabel="bytes per token of the cache", ylabel="held-out KL, summed (nats)", xscale="log")
-    _plain_numbers(axes.xaxis)
-    _legend(axes, "student")
-    return figure
-
-
-def similarity_figure(layers: LayerSimilarity) -> Figure:
-    """Draw linear CKA and SVCCA of every layer of the teacher with every layer of a student."""
-    rows, columns = layers.cka.shape
-    figure = ShownFigure(figsize=(1.6 + 1.1 * columns, 0.9 + 0.34 * rows), layout="constrained")
-    figure.patch.set_alpha(0)
-    for number, (name, values) in enumerate((("linear CKA", layers.cka), ("SVCCA", layers.svcca))):
-        axes = figure.add_subplot(1, 2, number + 1)
-        axes.imshow(values, vmin=0, vmax=1, cmap="Greys", aspect="auto")
-        axes.set_title(name, fontsize=9, color=INK)
-        axes.set_xlabel("student, layer", color=INK)
-        axes.set_xticks(range(columns))
-        axes.set_yticks(range(rows))
-        axes.tick_params(colors=INK)
-        if number == 0:
-            axes.set_ylabel("teacher, layer", color=INK)
-        _write_values(axes, values)
-    return figure
-
-
-def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
-    """Draw KL and the share of rows with the same likeliest column, by head, position and length."""
-    figure = ShownFigure(figsize=(9.5, 4.6), layout="constrained")
-    figure.patch.set_alpha(0)
-    grid = figure.subplots(2, 3, sharex="col", sharey="row")
-    for number, relation in enumerate(relations):
-        series = (
-            (range(len(relation.heads)), relation.heads),
-            (range(1, len(relation.positions) + 1), relation.positions),
-            (list(relation.lengths), list(relation.lengths.values())),
+    line = (
+        alt.Chart(_data(rows))
+        .mark_line(point=alt.OverlayMarkDef(size=60, filled=True))
+        .encode(
+            x=bytes_axis,
+            y=alt.Y("mean(KL):Q", title="held-out KL, summed (nats)").scale(zero=False),
+            color=_colour(rows, "student"),
+            strokeDash=_dashes(rows, "student"),
+            tooltip=[*_tooltip(rows, without=("KL", "seed", "parameters", "shape")), "mean(KL):Q"],
         )
-        for column, (places, means) in enumerate(series):
-            line = "none" if column == 0 else STYLES[number % len(STYLES)]  # heads have no order
-            style = {"marker": MARKERS[number], "linestyle": line, "color": COLOURS[number]}
-            kls, shares = [mean.kl for mean in means], [mean.same for mean in means]
-            for axes, values in zip(grid[:, column], (kls, shares), strict=True):
-                axes.plot(places, values, markersize=4, label=str(relation.kind), **style)
-    for axes in grid.flat:
-        _style_axes(axes)
-    grid[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    grid[0, 2].set_xscale("log", base=2)
-    lengths = sorted({length for relation in relations for length in relation.lengths})
-    grid[0, 2].set_xticks(lengths, map(str, lengths))
-    for axes, words in zip(
-        grid[1], ("head", "eighth of the sequence", "tokens of the sequence"), strict=True
+    )
+    dense = alt.Chart(_data([{"bytes": dense_bytes_per_token, "name": "dense"}])).encode(x=bytes_axis)
+    rule = dense.mark_rule(strokeDash=[2, 3], color=_INK)
+    name = dense.mark_text(align="right", dx=-4, y=8).encode(text="name:N")
+    chosen = _chosen(line, rows, one_of="measure")
+    return Picture(alt.layer(chosen, rule, name).properties(width="container", height=_HEIGHT))
+
+
+def attention_maps(maps: Mapping[str, npt.NDArray[np.float32]], tokens: Sequence[str]) -> Picture:
+    """Draw maps side by side: how much each token (row) attends to each other one (column).
+
+    Args:
+        maps: maps by the name of the model, each `(shown, shown)`.
+        tokens: the shown tokens.
+    """
+    numbered = [f"{token}  {place}" for place, token in enumerate(tokens)]
+    charts = []
+    for name, weights in maps.items():
+        rows = [
+            {"from": numbered[row], "to": numbered[column], "probability": float(weight)}
+            for (row, column), weight in np.ndenumerate(weights)
+        ]
+        shade = alt.Color("probability:Q").scale(type="sqrt", domain=[0, 1], scheme="blues").legend(None)
+        encoded = (
+            alt.Chart(_data(rows), title=name)
+            .mark_rect()
+            .encode(
+                x=alt.X("to:N", sort=numbered, title=None),
+                y=alt.Y("from:N", sort=numbered, title=None),
+                color=shade,
+                tooltip=_tooltip(rows),
+            )
+        )
+        charts.append(encoded.properties(width=_TOKEN * len(tokens), height=_TOKEN * len(tokens)))
+    return Picture(alt.hconcat(*charts))
+
+
+def similarity_figure(layers: LayerSimilarity) -> Picture:
+    """Draw linear CKA and SVCCA of every layer of the teacher with every layer of a student."""
+    charts = []
+    for name, values in (("linear CKA", layers.cka), ("SVCCA", layers.svcca)):
+        rows = [
+            {"teacher": row, "student": column, "value": float(value)}
+            for (row, column), value in np.ndenumerate(values)
+        ]
+        base = alt.Chart(_data(rows), title=name).encode(
+            x=alt.X("student:O", title="student, layer").axis(labelAngle=0),
+            y=alt.Y("teacher:O", title="teacher, layer"),
+            tooltip=_tooltip(rows),
+        )
+        cells = base.mark_rect().encode(
+            color=alt.Color("value:Q").scale(domain=[0, 1], scheme="greys").legend(None)
+        )
+        # Each value stands on its cell, so that nobody has to compare shades.
+        is_dark = alt.FieldGTPredicate(field="value", gt=0.5)
+        text = base.mark_text(fontSize=10).encode(
+            text=alt.Text("value:Q", format=".2f"),
+            color=alt.condition(is_dark, alt.value("white"), alt.value("black")),
+        )
+        size = {"width": _CELL * values.shape[1], "height": _CELL * values.shape[0]}
+        charts.append(alt.layer(cells, text).properties(**size))
+    return Picture(alt.hconcat(*charts))
+
+
+def agreement_figure(relations: Sequence[RelationAgreement]) -> Picture:
+    """Draw KL and the share of rows with the same likeliest column, by head, position and length."""
+    charts = []
+    for measure, by in product(
+        ("KL (nats)", "same likeliest column"), ("head", "eighth of the sequence", "tokens of the sequence")
     ):
-        axes.set_xlabel(words, color=INK)
-    for axes, words in zip(grid[:, 0], ("KL (nats)", "same likeliest column"), strict=True):
-        axes.set_ylabel(words, color=INK)
-    _legend(grid[0, 2], "relation")
-    return figure
+        rows: Rows = []
+        for relation in relations:
+            probes = {
+                "head": list(enumerate(relation.heads)),
+                "eighth of the sequence": list(enumerate(relation.positions, 1)),
+                "tokens of the sequence": list(relation.lengths.items()),
+            }[by]
+            rows += [
+                {
+                    "relation": str(relation.kind),
+                    by: place,
+                    "value": probe.kl if measure == "KL (nats)" else probe.same,
+                }
+                for place, probe in probes
+            ]
+        encoded = alt.Chart(_data(rows)).encode(
+            x=alt.X(f"{by}:O").axis(labelAngle=0),
+            y=alt.Y("value:Q", title=measure),
+            color=_colour(rows, "relation"),
+            shape=_shape(rows, "relation"),
+            tooltip=_tooltip(rows),
+        )
+        # Heads have no order, so that no line joins them.
+        drawn = encoded.mark_point(filled=True) if by == "head" else encoded.mark_line(point=True)
+        charts.append(drawn.properties(width=_SMALL, height=_SMALL * 2 // 3))
+    return Picture(alt.concat(*charts, columns=3))
 
 
-def _write_values(axes: Axes, values: npt.NDArray[np.float64]) -> None:
-    """Write each value on its cell, so that nobody has to compare shades."""
-    for (row, column), value in np.ndenumerate(values):
-        colour = "white" if value > 0.5 else "black"  # noqa: PLR2004 - the middle of the scale
-        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+def _data(rows: Rows) -> alt.InlineData:
+    return alt.InlineData(values=rows)
 
 
-def _literal(text: str) -> str:
-    """Return text with escaped dollar signs, so that matplotlib does not read it as a formula."""
-    return text.replace("$", r"\$")
+def _values(rows: Rows, name: str) -> list[Any]:
+    """Return the values of a column, each once, in their order."""
+    return list(dict.fromkeys(row[name] for row in rows))
 
 
-def _line_label(row: dict[str, Any]) -> str:
-    """Return the label of a line: a shape, its objective, and the relations and the target of its KLs."""
-    return f"{row['arch']}, {row['objective']}, {_sum_label(row)}"
+def _chosen(chart: Any, rows: Rows, one_of: str) -> Any:  # noqa: ANN401 - a chart of any kind
+    """Return a chart with a list for each column that tells its rows apart.
+
+    Args:
+        chart: the chart.
+        rows: its rows.
+        one_of: column whose values are never drawn together, because they cannot be compared.
+    """
+    for name in ("measure", "objective", "cache", "seed"):
+        values = _values(rows, name) if rows and name in rows[0] else []
+        if len(values) > 1:
+            every = [] if name == one_of else [None]
+            box = alt.binding_select(
+                options=[*every, *values],
+                labels=[*("all" for _ in every), *map(str, values)],
+                name=f"{name} ",
+            )
+            first = alt.Undefined if every else [{name: values[0]}]
+            chosen = alt.selection_point(name=f"{name}_shown", fields=[name], bind=box, value=first)
+            chart = chart.add_params(chosen).transform_filter(chosen)
+    return chart.properties(width="container", height=_HEIGHT)
 
 
-def _cache_label(row: dict[str, Any]) -> str:
-    """Return a cache's name with the relations and the target of the KLs: only equal sums are comparable."""
-    return f"{row['cache']}, {_sum_label(row)}"
+def _colour(rows: Rows, name: str) -> alt.Color:
+    """Return what colours series by a column; the eighth colour is followed by the first one."""
+    values = _values(rows, name)
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(values))]
+    return alt.Color(f"{name}:N", legend=_legend(values)).scale(domain=values, range=colours)
 
 
-def _sum_label(row: dict[str, Any]) -> str:
+def _dashes(rows: Rows, name: str) -> alt.StrokeDash:
+    """Return what tells series of the same colour apart."""
+    values = _values(rows, name)
+    styles = [DASHES[number // len(COLOURS) % len(DASHES)] for number in range(len(values))]
+    return alt.StrokeDash(f"{name}:N", legend=_legend(values)).scale(domain=values, range=styles)
+
+
+def _shape(rows: Rows, name: str) -> alt.Shape:
+    """Return what tells series apart by the shape of their marks."""
+    values = _values(rows, name)
+    return alt.Shape(f"{name}:N", legend=_legend(values)).scale(domain=values)
+
+
+def _legend(values: Sequence[object]) -> alt.Legend | None:
+    """Return the legend of series. None means that there is nothing to tell apart."""
+    return alt.Legend() if len(values) > 1 else None
+
+
+def _tooltip(rows: Rows, without: Sequence[str] = ()) -> list[alt.Tooltip]:
+    """Return what is shown of a mark under the pointer: all columns but some."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in without)
+    numbers = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    return [
+        alt.Tooltip(f"{name}:Q", format=".4~g") if name in numbers else alt.Tooltip(f"{name}:N")
+        for name in names
+    ]
+
+
+def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what names a student in a picture: only rows with the same measure can be compared."""
+    names = {"shape": row["arch"], "measure": _measure(row)}
+    names |= {name: row[name] for name in ("objective", "cache", "seed")}
+    return names | {"parameters": row["num_parameters"]}
+
+
+def _measure(row: Mapping[str, Any]) -> str:
     """Return the relations whose KLs a row sums and the model that they are to, or the loss that it has."""
     if row["kl_sum"] is None:
         return f"loss of {row['objective']}"
     to = "" if row["kl_to"] == "teacher" else f", to {row['kl_to']}"
-    return f"KL of {_relations_of(row)}{to}"
-
-
-def _relations_of(row: dict[str, Any]) -> str:
-    """Return the relations whose KLs a row sums."""
-    return " + ".join(kind for kind, column in KL_COLUMNS.items() if row[column] is not None)
+    relations = " + ".join(kind for kind, column in KL_COLUMNS.items() if row[column] is not None)
+    return f"KL of {relations}{to}"
 
 
 def _with(students: pa.Table, column: str) -> list[dict[str, Any]]:

@@ -199,12 +199,17 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
 
 def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
     """Return a student's shape and its seed."""
-    seed = _SEED.search(student.arch)
     return {
         "arch": _without_seed(student.arch),
         "init": student.init or run.record.identity.init,
-        "seed": int(seed[0][2:]) if seed else run.record.identity.seed,
+        "seed": seed_of(run, student),
     }
+
+
+def seed_of(run: TrainedRun, student: StudentRecord) -> int:
+    """Return the seed of a student: its own, or that of its run."""
+    seed = _SEED.search(student.arch)
+    return int(seed[0][2:]) if seed else run.record.identity.seed
 
 
 def _held_out(

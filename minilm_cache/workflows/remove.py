@@ -1,8 +1,8 @@
-"""Remove caches and runs: only folders that are one, that no process writes, and that nothing else needs."""
+"""Remove caches and runs, and caches of stores: only what is one, nobody writes, and nothing else needs."""
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,8 +10,11 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
+from minilm_cache.store.creation import BEGUN
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.urls import is_url
 from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs_in
 from minilm_cache.train.record import load_record
 
@@ -22,25 +25,35 @@ _MARK: Final = ".being-removed"
 class Removal:
     """A cache or a run that is to be removed."""
 
-    path: Path
+    path: Path | RemoteFolder
     num_bytes: int
     """Bytes of its files. Caches made with `--add` share some of them with others, which keep theirs."""
     needed_by: tuple[Path, ...]
     """Runs of the home or of the same folder that were trained from this cache, or that began with this run's
     students."""
+    is_unfinished: bool = False
+    """Whether it is a cache of a store that a process may still be writing."""
+
+    @property
+    def place(self) -> str:
+        """Absolute path of the folder, or its URL without secrets."""
+        return self.path.url if isinstance(self.path, RemoteFolder) else str(self.path.resolve())
 
 
 def find_removal(name: str, home: Path) -> Removal:
     """Return what would be removed.
 
     Args:
-        name: a folder, or the name of a cache or a run of the home.
+        name: a folder, the name of a cache or a run of the home, or the URL of a cache.
         home: folder of caches and runs.
 
     Raises:
         CacheNotFoundError: there is no such cache or run.
         InvalidConfigError: the folder is neither.
+        StorageError: a store cannot be reached.
     """
+    if is_url(name):
+        return _find_remote(name, home)
     places = [Path(name), home / "caches" / name, home / "runs" / name]
     path = next((place for place in places if place.is_dir()), None)
     leftover = next(filter(_is_leftover, map(_removed_name, places)), None)
@@ -53,6 +66,20 @@ def find_removal(name: str, home: Path) -> Removal:
     if path.is_symlink() or not (is_run(path) or (path / MANIFEST).is_file()):
         raise InvalidConfigError(f"{path} is neither a cache nor a run. Remove it by other means.")
     return Removal(path=path, num_bytes=_num_bytes(path), needed_by=tuple(_needing(path, home)))
+
+
+def _find_remote(url: str, home: Path) -> Removal:
+    folder = open_store(url)
+    sizes = folder.sizes()
+    if not {MANIFEST, BEGUN, _MARK} & sizes.keys():
+        raise CacheNotFoundError(
+            f"no cache at {folder.url}, complete or begun. `minilm-cache ls STORE` lists those of a store."
+        )
+    needed_by = tuple(run for run, places in _runs(home / "runs") if url.rstrip("/") in places)
+    is_unfinished = not {MANIFEST, _MARK} & sizes.keys()
+    return Removal(
+        path=folder, num_bytes=sum(sizes.values()), needed_by=needed_by, is_unfinished=is_unfinished
+    )
 
 
 def _num_bytes(path: Path) -> int:
@@ -76,12 +103,16 @@ def remove(removal: Removal) -> None:
     """Remove a cache or a run.
 
     The folder first gets another name and loses the file that makes it a cache or a run, so that nothing
-    takes what an interruption leaves for one. The next removal of that name removes it, too.
+    takes what an interruption leaves for one. The next removal of that name removes it, too. A folder of a
+    store keeps its name, and gets a file that says so.
 
     Raises:
         ShardBusyError: a process writes it.
-        StorageError: the file system refused.
+        StorageError: the file system or the store refused.
     """
+    if isinstance(removal.path, RemoteFolder):
+        _remove_remote(removal.path)
+        return
     path = removal.path.resolve()
     with storage_errors("remove", path), ExitStack() as held:
         if _is_leftover(path):
@@ -101,6 +132,13 @@ def remove(removal: Removal) -> None:
         _empty(removed)
 
 
+def _remove_remote(folder: RemoteFolder) -> None:
+    folder.write(_MARK, b"")
+    folder.remove([MANIFEST, BEGUN])
+    folder.remove([name for name in folder.sizes() if name != _MARK])
+    folder.remove([_MARK])
+
+
 def _empty(removed: Path) -> None:
     """Remove a folder; until it is gone, a file in it says that it is what a removal left."""
     (removed / _MARK).touch()
@@ -114,17 +152,18 @@ def _empty(removed: Path) -> None:
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
     """Yield the runs of the home, and those next to a folder, that name it as their cache or beginning."""
-    places = dict.fromkeys(folder.resolve() for folder in (home / "runs", path.parent))
-    for run in (run for place in places for run in runs_in(place)):
-        if run.resolve() == path.resolve():
-            continue
-        try:
-            record = load_record(run)
-        except MiniLMCacheError:  # a damaged run needs nothing
-            continue
-        places_needed = (record.cache, record.init, *record.also)
-        if path.resolve() in [_resolved(place) for place in places_needed if place]:
+    for run, places in _runs(*dict.fromkeys(folder.resolve() for folder in (home / "runs", path.parent))):
+        if run.resolve() != path.resolve() and path.resolve() in map(_resolved, places):
             yield run
+
+
+def _runs(*folders: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the runs in folders, each with the caches and the run that it was made from."""
+    for run in (run for folder in folders for run in runs_in(folder)):
+        with suppress(MiniLMCacheError):  # a damaged run needs nothing
+            record = load_record(run)
+            places = (record.cache, record.init, *record.also)
+            yield run, [place.rstrip("/") for place in places if place]
 
 
 def _locks(path: Path) -> Iterator[Path]:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from minilm_cache.store.creation import BEGUN
 from minilm_cache.store.layout import lock_path
+from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.train.folder import RunFolder
 from tests.conftest import Command
 from tests.support import World
@@ -101,3 +103,53 @@ def test_what_an_interrupted_removal_leaves_is_no_run(
     assert command("train", world.root / "cache", "--arch", "1x32", "--steps", 2)[0] == 0
     assert command("rm", run, "--yes")[0] == 0
     assert list((world.home / "runs").iterdir()) == []
+
+
+def test_a_cache_of_a_store_is_removed(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else the store holds stays, and a run that was trained from the cache keeps it."""
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(world.home))
+    world.dump()
+    code, out, err = command("push", world.root / "cache", store, "--json")
+    assert code == 0, err
+    url = json.loads(out)["url"]
+    beside = open_store(f"{store}/notes")
+    beside.write("kept.txt", b"1")
+    assert command("train", url, "--arch", "1x32", "--steps", 1)[0] == 0
+    command.fails("rm", url, "--yes", code=2, says=("is needed by", "--force"))
+    command.fails("rm", f"{store}/notes", "--yes", code=1, says="no cache at")
+
+    size = sum(open_store(url).sizes().values())
+    code, out, err = command("rm", f"{url}/", "--yes", "--force", "--json")
+    assert (code, json.loads(out)) == (0, {"removed": [url], "bytes": size}), err
+    assert open_store(url).sizes() == {}
+    assert beside.sizes() == {"kept.txt": 1}
+    command.fails("rm", url, "--yes", code=1, says="no cache at")
+
+
+def test_an_interrupted_removal_of_a_store_goes_on(
+    world: World, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    url = json.loads(command("push", world.root / "cache", (tmp_path / "s").as_uri(), "--json")[1])["url"]
+    stopped = RemoteFolder.remove
+
+    def once(folder: RemoteFolder, names: list[str]) -> None:
+        stopped(folder, names)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "remove", once)
+        assert command("rm", url, "--yes")[0] == 130
+    command.fails("info", url, code=1, says="no cache at")
+    assert command("rm", url, "--yes")[0] == 0
+    assert open_store(url).sizes() == {}
+
+
+def test_what_others_may_write_in_a_store_is_kept(command: Command, tmp_path: Path) -> None:
+    folder = open_store((tmp_path / "s").as_uri()).below("begun")
+    folder.write(BEGUN, b"{}")
+    command.fails("rm", folder.url, "--yes", code=2, says=("is unfinished", "--force"))
+    assert command("rm", folder.url, "--yes", "--force")[0] == 0
+    assert folder.sizes() == {}

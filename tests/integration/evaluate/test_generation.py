@@ -112,8 +112,31 @@ def test_other_settings_are_other_trials(teacher: Path, tmp_path: Path, command:
         ("--target-mask-prob", 0.5),
         ("--no-repeat-ngram-size", 2),
     ):
-        other = _trial(command, teacher, "--task", file, *FAST[:-4], *FAST[-4:], *changed, "--out", out)
+        other = _trial(command, teacher, "--task", file, *FAST, *changed, "--out", out)
         assert other["folder"] != first["folder"]
+
+
+def test_a_short_model_reads_long_texts_by_copied_positions(
+    teacher: Path, tmp_path: Path, command: Command
+) -> None:
+    rows = [{"src": " ".join(WORDS[number : number + 12] * 8), "tgt": "ba"} for number in range(12)]
+    asked = ("--task", _write(tmp_path / "own.jsonl", rows), *FAST, "--max-length", 90, "--device", "cpu")
+    out = ("--out", tmp_path / "out")
+    code, _, err = command("evaluate", teacher, *asked, *out)
+    assert (code, "has 66. Lower one of them, or give --positions copied" in err) == (2, True)
+    code, printed, err = command(
+        "evaluate", teacher, *asked, *out, "--positions", "copied", "--keep-models", "--json"
+    )
+    assert code == 0, err
+    assert "teacher has 66 positions; 30 more are copies of the first ones" in err
+    folder = Path(json.loads(printed)["trials"][0]["folder"]) / "model"
+    generator = TextGenerator.load(folder)
+    assert generator.model.config.max_position_embeddings == 96
+    assert (generator.tokenizer.model_max_length, generator.decoding.max_source) == (96, 90)
+    code, _, err = command("generate", folder, rows[0]["src"], "--max-length", 91)
+    assert code == 2
+    code, _, err = command("evaluate", folder, *asked[:2], "--as-is", "--positions", "copied", *out)
+    assert (code, "--positions is about fine-tuning" in err) == (2, True)
 
 
 def test_questions_of_squad_from_passages_and_answers(

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import altair as alt
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import AutoModel
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.student import teacher_config
 from minilm_cache.report.maps import Example, ModelMaps, packed
+from minilm_cache.report.plots import drawing_script
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.session import Session
@@ -121,11 +123,48 @@ def test_the_page_opens_without_complaint_and_loads_nothing(
     assert browser.get_log("browser") == []
     assert [url for url in urls if not url.startswith("data:")] == [file.as_uri()]
     assert found["num_bytes"] == file.stat().st_size < 2 * 2**20
-    assert "http" not in file.read_text().replace("http://www.w3.org/", "").replace("http-equiv", "")
+    own = file.read_text().replace(drawing_script(), "").replace("http-equiv", "")
+    assert (
+        re.findall('https?://[^"]+', own) == [alt.SCHEMA_URL] * 7
+    )  # the name of what each chart is written in
     for section in ("students", "curves", "tradeoff", "storage", "maps", "layers", "provenance"):
         assert browser.find_element(By.ID, section).text or section == "curves"
     assert len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3 + 2 + 2
     assert len(browser.find_elements(By.TAG_NAME, "canvas")) == 3
+
+
+@needs_browser
+def test_charts_say_what_a_mark_is_and_show_what_is_chosen(
+    trained: World, command: Command, browser: Chrome, tmp_path: Path
+) -> None:
+    """A second run with another seed and objective: they are never drawn together, and a mark has a name."""
+    recipe = TrainConfig(arch=("1x16",), steps=10, batch_size=4, device="cpu", seed=1, value_relation=False)
+    other = train_students(
+        recipe, trained.root / "cache", out=tmp_path / "other", session=Session(trained.home)
+    )
+    file, _ = page(trained, command, other.path)
+    browser.get(file.as_uri())
+    boxes = {
+        box.find_element(By.XPATH, "..").text.split()[0]: Select(box)
+        for box in browser.find_elements(By.CSS_SELECTOR, "#curves select")
+    }
+    assert boxes.keys() == {"objective", "seed"}
+    assert [option.text for option in boxes["seed"].options] == ["all", "0", "1"]
+    assert "all" not in [option.text for option in boxes["objective"].options]
+
+    def crosses() -> int:
+        return len(browser.find_elements(By.CSS_SELECTOR, "#curves .mark-symbol.layer_2_marks path"))
+
+    first = crosses()
+    boxes["objective"].select_by_index(1)
+    WebDriverWait(browser, 20).until(lambda _: crosses() != first)
+    mark = browser.find_element(By.CSS_SELECTOR, "#tradeoff .mark-symbol path")
+    ActionChains(browser).move_to_element(mark).perform()
+    tip = WebDriverWait(browser, 20).until(
+        lambda _: browser.find_element(By.CSS_SELECTOR, "#vg-tooltip-element.visible")
+    )
+    assert {"shape", "objective", "cache", "seed", "parameters"} <= set(tip.text.split())
+    assert browser.get_log("browser") == []
 
 
 @needs_browser

@@ -5,16 +5,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from matplotlib.axes import Axes
 
 from minilm_cache.dump.fidelity import max_kl_in_words
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure
+from minilm_cache.report.plots import Picture, curves_figure, storage_figure, tradeoff_figure
 from minilm_cache.report.provenance import dump_command, train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import ComparedStudent, relation_agreement
@@ -50,12 +48,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
-def crosses(axes: Axes) -> dict[float, float]:
-    """Return the steps and heights of the crosses of a picture of curves."""
-    (line,) = [one for one in axes.get_lines() if one.get_marker() == "x"]
-    return dict(
-        zip(map(float, np.asarray(line.get_xdata())), map(float, np.asarray(line.get_ydata())), strict=True)
-    )
+def rows_of(picture: Picture) -> list[dict[str, Any]]:
+    """Return the rows of the data of a picture, the first ones that it has."""
+    found: list[list[dict[str, Any]]] = list(picture.spec["datasets"].values())
+    return max(found, key=len)
 
 
 def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> None:
@@ -64,12 +60,12 @@ def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> 
         arch=("2x32",), objective="distilbert", steps=4, batch_size=4, eval_steps=2, device="cpu"
     )
     train_students(recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home))
-    (axes,) = curves_figure([TrainedRun.open(tmp_path / "run")]).axes
+    drawn = rows_of(curves_figure([TrainedRun.open(tmp_path / "run")]))
     lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     looks = {line["step"]: line["held_out"]["2x32"] for line in lines if "held_out" in line}
 
     assert list(looks) == [2, 4]
-    heights = crosses(axes)
+    heights = {row["step"]: row["held out"] for row in drawn if "held out" in row}
     (student,) = TrainedRun.open(tmp_path / "run").record.students
     assert heights.pop(0) == pytest.approx(student.loss_before)
     for step, height in heights.items():
@@ -95,19 +91,18 @@ def test_pictures_keep_sums_of_other_relations_apart() -> None:
         student("a", "6x96", attention=0.25, value=0.1),
     ]
     table = pa.Table.from_pylist(rows, schema=STUDENTS)
-    (axes,) = tradeoff_figure(table).axes
-    series = {
-        str(points.get_label()): sorted(np.asarray(points.get_offsets())[:, 1].tolist())
-        for points in axes.collections
-    }
-    assert series == {
-        "a, KL of attention + value": pytest.approx([0.35, 0.4]),
-        "a, KL of attention + value + query + key": pytest.approx([1.0]),
-    }
-    (axes,) = storage_figure(table, 100).axes
-    lines = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
-    assert lines["3x96, minilm, KL of attention + value"] == pytest.approx([0.4])
-    assert lines["3x96, minilm, KL of attention + value + query + key"] == pytest.approx([1.0])
+    both = "KL of attention + value + query + key"
+    seen = [(row["shape"], row["measure"], row["closeness"]) for row in rows_of(tradeoff_figure(table))]
+    expected = [("3x96", "KL of attention + value", 0.4), ("3x96", both, 1.0)]
+    assert [(*names, pytest.approx(total)) for *names, total in seen] == [
+        *expected,
+        ("6x96", "KL of attention + value", 0.35),
+    ]
+    chosen = [param for param in tradeoff_figure(table).spec["params"] if param["name"] == "measure_shown"]
+    assert chosen[0]["value"] == [{"measure": "KL of attention + value"}]
+    assert chosen[0]["bind"]["options"] == ["KL of attention + value", both]  # never both of them at once
+    lines = [(row["student"], row["measure"], row["KL"]) for row in rows_of(storage_figure(table, 100))]
+    assert lines[1] == ("3x96, minilm", both, pytest.approx(1.0))
 
 
 def test_the_dump_command_makes_the_same_fingerprint(

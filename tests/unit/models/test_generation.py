@@ -18,7 +18,9 @@ from minilm_cache.models.generation import (
     TextGenerator,
     check_generates,
     encode_sources,
+    lengthened,
     logits_of,
+    positions_of,
 )
 from minilm_cache.models.inputs import Inputs, Part
 from tests.support import WORDS, save_teacher, tiny_model, tiny_tokenizer
@@ -272,3 +274,25 @@ def test_roberta_has_fewer_positions_than_rows() -> None:
     check_generates(_model("bert"), fits, "bert")
     with pytest.raises(InvalidConfigError, match="need 66 positions together"):
         check_generates(_model("roberta"), fits, "roberta")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
+def test_new_positions_are_copies_of_the_first_ones(family: str) -> None:
+    """A token at a new position is read as at the old one that was copied, and nothing else changes."""
+    model = _model(family)
+    own = positions_of(model, family)
+    assert lengthened(model, own) is model
+    longer = lengthened(model, own * 2 + 3)
+    assert positions_of(longer, family) == own * 2 + 3
+    ids, length = torch.tensor([[5, 7, 9]]), torch.tensor([3])
+
+    def read(model: PreTrainedModel, first: int) -> torch.Tensor:
+        places = torch.arange(first, first + 3)[None]
+        parts = torch.zeros_like(ids)
+        with torch.no_grad():
+            return logits_of(model, Inputs(ids, length, parts=parts, positions=places), torch.arange(3))
+
+    expected = read(model, 0)
+    for first in (0, own, own * 2):
+        torch.testing.assert_close(read(longer, first), expected, rtol=0, atol=0)
+    assert not torch.equal(read(longer, 1), expected)

@@ -1,0 +1,122 @@
+"""Measure how long mistakes take to show, from the start of a command to the line that names the mistake.
+
+    python -m benchmarks.mistakes [--home HOME]
+
+Each command has one mistake, in a process of its own, after a first process that nobody counts. `imported`
+lists the slow libraries that it had imported by then.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.report import write_result
+from minilm_cache import DumpConfig, dump_cache
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+
+_SLOW: Final = ("torch", "transformers", "datasets", "pyarrow")
+_MISTAKES: Final = """
+dump --teacher nosuch --corpus notes.txt
+dump --teacher mini --corpus nosuch.txt
+dump --teacher mini --corpus notes.txt --codec nosuch
+dump --teacher mini --corpus table.csv --text-column nosuch
+dump --teacher mini --corpus notes.txt --out notes.txt
+dump --teacher folder --corpus notes.txt
+dump --teacher mini --corpus notes.txt --max-length 2
+dump --teacher mini --corpus notes.txt --pair-columns a
+dump --teacher mini --corpus notes.txt --for embeding
+train nosuch.cache --arch 3x384
+train folder --arch 3x384
+train s3:/bucket/x --arch 3x384
+train notes.cache --arch 3x38q
+train notes.cache --arch 3x200
+train notes.cache --arch 3x384 --objective embeding
+train notes.cache --arch 3x384 --steps 1 --epochs 2
+train notes.cache --arch 3x384 --objective minilm
+train notes.cache --arch 3x384 --init nosuch
+study wrong_key.yaml
+study wrong_shape.yaml
+study nosuch.yaml
+chain --teacher nosuch --assistant 3x384 --arch 2x96 --corpus notes.txt
+chain --teacher mini --assistant 3x38q --arch 2x96 --corpus notes.txt
+evaluate mini --task nosuch --data .
+evaluate nosuch --task sst2 --data .
+evaluate mini --task sst2 --data nosuch
+evaluate mini --task table.csv --label-column nosuch
+embeddings mini --retrieval nosuch.jsonl
+embeddings mini nosuch --data .
+rerank nosuch --retrieval notes.txt --first-stage mini
+speed mini nosuch
+report nosuch
+info nosuch
+verify nosuch
+push nosuch s3://b/c
+push notes.cache ftp://b/c
+pull s3:/b/c
+rm nosuch
+export nosuch out.parquet
+import nosuch --tokenizer mini
+trim nosuch --out trimmed
+mine mini --retrieval nosuch --out mined.jsonl
+merge merged nosuch
+export-model nosuch --onnx --out exported
+search nosuch --speedup 2 --out found
+search notes.cache --speedup 2 --out notes.txt
+generate nosuch "a text"
+-h
+ls
+info notes.cache
+"""
+_CHILD: Final = """
+import json, sys
+from minilm_cache.cli.main import run
+code = run(sys.argv[2:])
+imported = [name for name in sys.argv[1].split(",") if name in sys.modules]
+json.dump([code, imported], open("imported.json", "w"))
+"""
+
+
+def main() -> None:
+    """Make a small cache and wrong documents, and time every command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", type=Path, default=Path("mistakes"))
+    given = parser.parse_args()
+    _prepare(given.home)
+    lines = _MISTAKES.strip().splitlines()
+    _timed(lines[0], given.home)
+    rows = [_timed(line, given.home) for line in lines]
+    write_result("mistakes", {"commands": rows, "longest_s": max(row["seconds"] for row in rows)})
+
+
+def _prepare(home: Path) -> None:
+    (home / "folder").mkdir(parents=True, exist_ok=True)
+    notes = home / "notes.txt"
+    notes.write_text("\n\n".join(f"The {number}th note is about the sea." for number in range(200)))
+    (home / "table.csv").write_text("text,label\none,1\ntwo,0\n")
+    study = "teacher: mini\ncorpus: notes.txt\nobjectives: [minilm]\n"
+    (home / "wrong_key.yaml").write_text(f"{study}arch: [3x192]\nstepps: 3\n")
+    (home / "wrong_shape.yaml").write_text(f"{study}arch: [3x19z]\n")
+    if not (home / "notes.cache").exists():
+        config = validated(DumpConfig, {"teacher": "mini", "corpus": str(notes), "for": "embedding"})
+        dump_cache(config, out=home / "notes.cache", session=Session(home / "home"))
+
+
+def _timed(line: str, home: Path) -> dict[str, Any]:
+    """Return the seconds of a command, its exit code, its last line and the slow libraries it imported."""
+    command = [sys.executable, "-c", _CHILD, ",".join(_SLOW), *shlex.split(line)]
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - began
+    code, imported = json.loads((home / "imported.json").read_text())
+    last = (done.stderr.strip().splitlines() or [""])[-1] if code else ""
+    return {"command": line, "seconds": round(seconds, 2), "exit": code, "imported": imported, "line": last}
+
+
+if __name__ == "__main__":
+    main()
