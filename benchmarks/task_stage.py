@@ -21,7 +21,7 @@ from minilm_cache.slicing.run import slice_teacher
 from minilm_cache.workflows.config import TaskStageConfig
 from minilm_cache.workflows.task_stage import run_task_stage
 
-LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668}
+LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668, "rte": 2490, "cola": 8551}
 """Training examples that the teacher is fine-tuned on."""
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
 ARCHS: Final = ("3x384", "3x192")
@@ -31,6 +31,8 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
     "sst2": {**_RECIPE, "steps": 1500, "batches": "by-length"},
     "stsb": {**_RECIPE, "steps": 800, "batches": "by-length"},
     "mrpc": {**_RECIPE, "steps": 500, "batches": "by-length"},
+    "rte": {**_RECIPE, "steps": 400, "batches": "by-length"},
+    "cola": {**_RECIPE, "steps": 1500, "batches": "by-length"},
 }
 _MAX_LENGTH: Final = 128
 

@@ -129,6 +129,7 @@ def print_summary(summary: "pa.Table") -> None:
 
 def _heading(column: str) -> str:
     words = {"masked_agreement": "masked tokens like the teacher", "held_out_loss": "held-out loss"}
+    words["kl_common"] = "KL, attention + value"
     return words.get(column, f"KL, {column[3:]}" if column.startswith("kl_") else column.partition(": ")[2])
 
 

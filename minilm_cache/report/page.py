@@ -181,6 +181,7 @@ def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str,
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "has_loss": "held_out_loss" in measures(summary),
+        "has_common": "kl_common" in measures(summary),
         "scores": [name for name in measures(summary) if name.startswith(SCORE)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }

@@ -6,6 +6,7 @@ choose an objective, a cache or a seed. Nothing in a name is ever read as an exp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ _SMALL: Final = 210
 _CELL: Final = 34
 _TOKEN: Final = 12
 """Width and height of a cell of a table of layers and of a map of tokens, in pixels."""
+_KL: Final = "held-out KL, summed (nats)"
 _INK: Final = "currentColor"
 """Colour of text and axes: that of the text around the picture, and black in a notebook."""
 _VEGA_LITE: Final = alt.SCHEMA_VERSION.rpartition(".")[0].removeprefix("v")
@@ -74,6 +76,7 @@ class Picture:
         return png
 
 
+@cache
 def drawing_script() -> str:
     """Return the JavaScript that draws charts, whole: it defines `vegaEmbed` and loads nothing."""
     script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VEGA_LITE)
@@ -104,7 +107,7 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Picture:
     title = "loss (nats)" if all_kls else "loss"
     clicked = alt.selection_point(fields=["student"], bind="legend")
     base = alt.Chart(_data(rows)).encode(
-        x=alt.X("step:Q"),
+        x=alt.X("step:Q").axis(tickMinStep=1),
         color=_colour(rows, "student"),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
         tooltip=_tooltip(rows),
@@ -129,10 +132,11 @@ def tradeoff_figure(students: pa.Table) -> Picture:
 
     Closeness is the held-out KL, or where no student has one, the held-out loss of its objective.
     """
-    column = "kl_sum" if _with(students, "kl_sum") else "held_out_loss"
-    title = {"kl_sum": "held-out KL, summed (nats)", "held_out_loss": "held-out loss"}[column]
+    column = _closeness(students)
+    title = "held-out loss" if column == "held_out_loss" else _KL
     rows = [
-        _named(row) | {"speed": row["speedup"], "closeness": row[column]} for row in _with(students, column)
+        _named(row, column) | {"speed": row["speedup"], "closeness": row[column], "label": ""}
+        for row in _with(students, column)
     ]
     best: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
@@ -155,19 +159,20 @@ def tradeoff_figure(students: pa.Table) -> Picture:
 
 
 def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
-    """Draw bytes per token of each cache against its students' KL, with a line for each shape.
+    """Draw bytes per token that each objective needs of its cache against students' KL, with a line a shape.
 
     Args:
         students: table of students (`report.tables.students_table`).
         dense_bytes_per_token: bytes per token of both relations in float16 without a codec, drawn as a line.
     """
+    column = _closeness(students)
     rows = [
-        _named(row) | {"bytes": row["cache_bytes_per_token"], "KL": row["kl_sum"]}
-        for row in _with(students, "kl_sum")
+        _named(row, column) | {"bytes": row["read_bytes_per_token"], "KL": row[column]}
+        for row in _with(students, column)
     ]
     for row in rows:
         row["student"] = f"{row['shape']}, {row['objective']}"
-    bytes_axis = alt.X("bytes:Q", title="bytes per token of the cache").scale(
+    bytes_axis = alt.X("bytes:Q", title="bytes per token that the objective needs of the cache").scale(
         type="log", nice=False, padding=20
     )
     line = (
@@ -175,7 +180,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
         .mark_line(point=alt.OverlayMarkDef(size=60, filled=True))
         .encode(
             x=bytes_axis,
-            y=alt.Y("mean(KL):Q", title="held-out KL, summed (nats)").scale(zero=False),
+            y=alt.Y("mean(KL):Q", title=_KL).scale(zero=False),
             color=_colour(rows, "student"),
             strokeDash=_dashes(rows, "student"),
             tooltip=[*_tooltip(rows, without=("KL", "seed", "parameters", "shape")), "mean(KL):Q"],
@@ -345,20 +350,26 @@ def _tooltip(rows: Rows, without: Sequence[str] = ()) -> list[alt.Tooltip]:
     ]
 
 
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+def _closeness(students: pa.Table) -> str:
+    """Return the column that students of several objectives can be compared by, as far as there is one."""
+    return next((name for name in ("kl_common", "kl_sum") if _with(students, name)), "held_out_loss")
+
+
+def _named(row: Mapping[str, Any], column: str) -> dict[str, Any]:
     """Return what names a student in a picture: only rows with the same measure can be compared."""
-    names = {"shape": row["arch"], "measure": _measure(row)}
+    names = {"shape": row["arch"], "measure": _measure(row, column)}
     names |= {name: row[name] for name in ("objective", "cache", "seed")}
     return names | {"parameters": row["num_parameters"]}
 
 
-def _measure(row: Mapping[str, Any]) -> str:
-    """Return the relations whose KLs a row sums and the model that they are to, or the loss that it has."""
-    if row["kl_sum"] is None:
+def _measure(row: Mapping[str, Any], column: str) -> str:
+    """Return the relations whose KLs a column sums and the model that they are to, or whose loss it is."""
+    if column == "held_out_loss":
         return f"loss of {row['objective']}"
     to = "" if row["kl_to"] == "teacher" else f", to {row['kl_to']}"
-    relations = " + ".join(kind for kind, column in KL_COLUMNS.items() if row[column] is not None)
-    return f"KL of {relations}{to}"
+    if column == "kl_common":
+        return f"KL of attention + value{to}"
+    return f"KL of {' + '.join(kind for kind, of in KL_COLUMNS.items() if row[of] is not None)}{to}"
 
 
 def _with(students: pa.Table, column: str) -> list[dict[str, Any]]:

@@ -187,15 +187,38 @@ class TrainedRun(Described):
         For `minilmv2` these are the relations that it learned. For every other objective they are attention
         distributions and value relations, and also query and key relations where those were learned.
         """
+        return self._compared_by("minilmv2" if self.record.identity.objective == "minilmv2" else "minilm")
+
+    @property
+    def common_objective(self) -> Objective:
+        """Attention and value at the teacher's heads, by which students of all objectives are compared."""
+        return self._compared_by("minilm", relation_heads=None, query_key_relations=False)
+
+    def _compared_by(self, objective: str, **changes: object) -> Objective:
         identity = self.record.identity
-        settings = identity.model_dump(include=_COMPARED_SETTINGS)
-        if identity.objective != "minilmv2":
-            settings["objective"] = "minilm"
+        settings = {**identity.model_dump(include=_COMPARED_SETTINGS), "objective": objective, **changes}
         arch = settings.pop("arch")
         config = ObjectiveConfig.model_validate({**settings, "teacher_layer": self.layer})
         if not self.reference.manifest.identity.has_relations:  # only a teacher that runs again has them
             return live_objective(config, self.reference, arch=arch)
         return choose_objective(config, self.reference, arch=arch)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token of what its objective needs of the cache, which may hold more for others.
+
+        Token ids are counted where it needs relations.
+        """
+        identity, measured = self.record.identity, self.cache.manifest.measured
+        assert measured is not None
+        settings = identity.model_dump(include=set(ObjectiveConfig.model_fields))
+        wanted = choose_objective(
+            ObjectiveConfig.model_validate(settings), self.cache, arch=identity.arch
+        ).wanted
+        folders = {name.folder for name in wanted.signals}
+        sizes = {state.path: state.bytes_per_token for state in measured.states or ()}
+        relations = measured.bytes_per_token - sum(sizes.values()) if wanted.kinds or wanted.vectors else 0.0
+        return relations + sum(size for path, size in sizes.items() if path in folders)
 
     @property
     def length(self) -> int:
@@ -225,9 +248,14 @@ class TrainedRun(Described):
         """Whether students read token ids of the cache: they have every piece of the teacher's vocabulary."""
         return self.record.identity.vocab is None
 
-    def has_teachers_heads(self, student: StudentRecord) -> bool:
-        """Return whether a student's relations can be compared with the teacher's, head by head."""
-        split = self.objective.wanted.relation_heads is not None
+    def has_teachers_heads(self, student: StudentRecord, objective: Objective | None = None) -> bool:
+        """Return whether a student's relations can be compared with the teacher's, head by head.
+
+        Args:
+            student: one of the run's students.
+            objective: objective that it is compared by. None means `self.objective`.
+        """
+        split = (objective or self.objective).wanted.relation_heads is not None
         heads = self.reference.manifest.identity.relation_heads
         return split or self.config(student).num_attention_heads == heads
 

@@ -20,6 +20,7 @@ from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.check import Objective
 from minilm_cache.report.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.report.runs import TrainedRun, open_runs
 from minilm_cache.storage_schema.base import refuse_costly
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
+_COMMON: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
 NAMES: Final = {
@@ -54,6 +56,7 @@ STUDENTS: Final = pa.schema(
         ("cache", pa.string()),
         ("codec", pa.string()),
         ("cache_bytes_per_token", pa.float64()),
+        ("read_bytes_per_token", pa.float64()),
         ("objective", pa.string()),
         ("arch", pa.string()),
         ("init", pa.string()),
@@ -70,6 +73,7 @@ STUDENTS: Final = pa.schema(
         ("kl_to", pa.string()),
         *((column, pa.float64()) for column in KL_COLUMNS.values()),
         ("kl_sum", pa.float64()),
+        ("kl_common", pa.float64()),
         ("held_out_loss", pa.float64()),
         ("masked_agreement", pa.float64()),
         ("students_in_pass", pa.int64()),
@@ -79,7 +83,12 @@ STUDENTS: Final = pa.schema(
         ("cost", pa.float64()),
     ]
 )
-"""One row for each student; `bytes_read` and `train_s` are those of the pass that it shared."""
+"""One row for each student. `read_bytes_per_token` is the part of the cache that its objective needs.
+
+`kl_sum` adds the relations that its objective learned, and `kl_common` those by which students of all
+objectives are compared: attention and value at the teacher's heads. `bytes_read` and `train_s` are those of
+the pass that it shared.
+"""
 
 
 def students_table(
@@ -123,7 +132,7 @@ def students_table(
     rates = inference_rates(models, choose_device(device))
     rows = []
     for run, teacher_name, names in zip(runs, teachers, added, strict=True):
-        kls, kl_to = _held_out(run, teacher)
+        kls, common, kl_to = _held_out(run, teacher)
         shares = _shares(run, [sizes[name] for name in names])
         for student, name, share in zip(run.record.students, names, shares, strict=True):
             own_s = None if run.record.train_s is None else run.record.train_s * share
@@ -133,7 +142,8 @@ def students_table(
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
             row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
-            row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(student.arch))}
+            row |= {"kl_to": kl_to, "kl_common": common.get(student.arch), **asdict(sizes[name])}
+            row |= _kl_columns(kls.get(student.arch))
             rows.append({column: row.get(column) for column in STUDENTS.names})
     table = pa.Table.from_pylist(rows, schema=STUDENTS)
     names = [f"{run.path.resolve().name}/{student.arch}" for run in runs for student in run.record.students]
@@ -189,6 +199,7 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
+        "read_bytes_per_token": run.bytes_per_token,
         "objective": identity.in_words(),
         "steps": identity.steps,
         "students_in_pass": len(identity.arch),
@@ -212,19 +223,34 @@ def seed_of(run: TrainedRun, student: StudentRecord) -> int:
     return int(seed[0][2:]) if seed else run.record.identity.seed
 
 
-def _held_out(
-    run: TrainedRun, teacher: Teacher | None
-) -> tuple[Mapping[str, Mapping[str, float] | None], str]:
-    """Return KLs by student, and the name of the model that they are to."""
+_Kls = Mapping[str, Mapping[str, float] | None]
+
+
+def _held_out(run: TrainedRun, teacher: Teacher | None) -> tuple[_Kls, dict[str, float], str]:
+    """Return KLs by student, their sums that all objectives have, and the name of the model they are to."""
     if teacher is not None and is_teacher_of(teacher, run.reference) and run.has_teachers_pieces:
-        comparable = [student for student in run.students if run.has_teachers_heads(student)]
-        folders = [run.folder(student) for student in comparable]
-        kls = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
-        return {student.arch: kl for student, kl in zip(comparable, kls, strict=True)}, "teacher"
+        kls = _live(run, teacher, run.objective)
+        return kls, _common(kls) or _common(_live(run, teacher, run.common_objective)), "teacher"
     target = run.record.students[0].target
     has_kls = run.is_compared_with_own and run.record.identity.spec.is_relational
     recorded = {student.arch: student.held_out_after for student in run.students if has_kls}
-    return recorded, target
+    return recorded, _common(recorded), target
+
+
+def _live(run: TrainedRun, teacher: Teacher, objective: Objective) -> _Kls:
+    """Return KLs by student to a teacher that runs again, for students that have its heads."""
+    comparable = [student for student in run.students if run.has_teachers_heads(student, objective)]
+    if not comparable:
+        return {}
+    folders = [run.folder(student) for student in comparable]
+    kls = live_held_out_kl(run.reference, teacher, objective=objective, students=folders)
+    return {student.arch: kl for student, kl in zip(comparable, kls, strict=True)}
+
+
+def _common(kls: _Kls) -> dict[str, float]:
+    """Return the sum of attention's and value's KL by student, where both are known."""
+    known = {arch: kl for arch, kl in kls.items() if kl is not None and kl.keys() >= set(_COMMON)}
+    return {arch: sum(kl[kind] for kind in _COMMON) for arch, kl in known.items()}
 
 
 def _kl_columns(kl: Mapping[str, float] | None) -> dict[str, float | None]:
@@ -255,9 +281,17 @@ def summary_table(students: pa.Table) -> pa.Table:
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     scores = [name for name in students.column_names if name.startswith(SCORE)]
-    kls = [*KL_COLUMNS.values(), "kl_sum", "held_out_loss", "masked_agreement", *scores]
+    kls = [*KL_COLUMNS.values(), "kl_sum", "kl_common", "held_out_loss", "masked_agreement", *scores]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
-    same = ["run", "codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
+    same = [
+        "run",
+        "codec",
+        "init",
+        "cache_bytes_per_token",
+        "read_bytes_per_token",
+        "flops_per_token",
+        "num_parameters",
+    ]
     same += ["embedding_parameters", "transformer_parameters"]
     numbered = students.append_column("place", pa.array(range(len(students)), pa.int64()))
     grouped = numbered.group_by(_GROUP, use_threads=False).aggregate(
@@ -276,11 +310,14 @@ def summary_table(students: pa.Table) -> pa.Table:
 def measures(summary: pa.Table) -> list[str]:
     """Return the columns of what was measured on held-out sequences, as far as they have values.
 
-    The loss of an objective is among them where a row has no KL.
+    The loss of an objective is among them where a row has no KL, and the sum that all objectives have where
+    it differs from that of their own.
     """
     names = [name.removesuffix("_stddev") for name in summary.column_names if name.endswith("_stddev")]
     all_have_kls = not summary["kl_sum"].null_count
     empty = {name for name in names if summary[name].null_count == len(summary)}
+    if summary["kl_common"].equals(summary["kl_sum"]):
+        empty.add("kl_common")
     return [name for name in names if name not in empty and not (name == "held_out_loss" and all_have_kls)]
 
 

@@ -79,7 +79,7 @@ def student(cache: str, arch: str, **kls: float | None) -> dict[str, Any]:
     found = {f"kl_{kind}": value for kind, value in kls.items()}
     total = sum(value for value in kls.values() if value is not None)
     named = {"cache": cache, "arch": arch, "objective": "minilm", "kl_to": "teacher", "kl_sum": total}
-    sizes = {"num_parameters": 10, "speedup": 2.0, "cache_bytes_per_token": 50.0}
+    sizes = {"num_parameters": 10, "speedup": 2.0, "read_bytes_per_token": 50.0}
     return {**row, **named, **sizes, **found}
 
 

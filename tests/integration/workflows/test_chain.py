@@ -118,7 +118,6 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.figures
 def test_a_chain_is_ordinary_caches_and_runs_with_shared_tokens(world: World, command: Command) -> None:
     folder = world.root / "chain"
     record = run_chain(chain_config(world), folder, session=Session(world.home)).record

@@ -63,7 +63,6 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
 
 
-@pytest.mark.figures
 def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> None:
     code, out, _ = command("study", document(world, price_per_hour=" 3.6"), "--json")
     found = json.loads(out)
