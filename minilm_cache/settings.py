@@ -141,8 +141,8 @@ class ColumnSettings(WrittenSettings):
 
     group = "Text"
     text_column: str | None = None
-    """Column of the records that holds the text; several with commas between them, like those of pairs, make
-    each of their texts a document. None means `text`."""
+    """Column of the records that holds the text. Several with plus signs between them, like title+body, are
+    one text together; with commas, like question,answer, each is a document. None means `text`."""
     documents: Literal["paragraphs", "lines"] = "paragraphs"
     """What is a document in .txt files: the text between empty lines (`paragraphs`), or a line (`lines`)."""
 

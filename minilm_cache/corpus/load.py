@@ -32,6 +32,8 @@ from minilm_cache.corpus.records import (
     COPIES_OF,
     Record,
     Roles,
+    joined_columns,
+    joined_text,
     read_records,
     refuse_role_column,
 )
@@ -235,7 +237,8 @@ def load_corpus(
     Args:
         name: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
-        text_column: column of the records that holds the text, or several with commas between them, whose
+        text_column: column of the records that holds the text, several with plus signs between them, which
+            are one text together, or several with commas between them, whose
             texts are documents of their own. None means `text`.
         documents: what is a document in .txt and .md files.
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
@@ -510,6 +513,15 @@ def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datas
 
 
 def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Dataset:
+    parts = joined_columns(column, loaded.column_names)
+    if parts is not None and all(part in loaded.column_names for part in parts):
+
+        def join(row: dict[str, object], number: int) -> dict[str, str]:
+            return {column: joined_text({part: row[part] for part in parts}, f"{where}: record {number}")}
+
+        loaded = loaded.map(join, with_indices=True)
+    elif parts is not None:
+        column = next(part for part in parts if part not in loaded.column_names)
     if column not in loaded.column_names:
         raise CorpusError(
             f"corpus {where} has no column {column!r}; it has {', '.join(loaded.column_names)}. "

@@ -80,7 +80,8 @@ def read_records(
 
     Args:
         file: a .txt, .md, .jsonl, .csv, .tsv or .parquet file.
-        text_column: column with the text, or several with commas between them. None means `text`.
+        text_column: column with the text, or several: with commas between them each is a document, with plus
+            signs they are joined by spaces into one. None means `text`.
         documents: what is a document in .txt and .md files.
         role_column: column that says what a text is for. None means that none is read.
 
@@ -109,7 +110,42 @@ def read_records(
                 known = [role_column] if has_roles else _json_names(file)
             refuse_role_column(file, role_column, known)
         for column in _asked(text_column, columns):
-            yield from reader(file, column, role_column)
+            parts = joined_columns(column, columns)
+            found = reader(file, column, role_column) if parts is None else _joined(file, parts, role_column)
+            yield from found
+
+
+def joined_columns(column: str, known: Sequence[str]) -> list[str] | None:
+    """Return the columns that a name like `title+body` joins. None means that it is one column."""
+    return None if column in known or "+" not in column else [part.strip() for part in column.split("+")]
+
+
+def joined_text(values: Mapping[str, object], where: str) -> str:
+    """Return the texts of several columns as one, with spaces between them; one that is missing is left out.
+
+    Raises:
+        CorpusError: none of them is there, or one is not a text.
+    """
+    texts = {name: value for name, value in values.items() if value is not None}
+    other = next((name for name, value in texts.items() if not isinstance(value, str)), None)
+    if other is not None:
+        raise CorpusError(
+            f"corpus {where}: column {other!r} holds {_kind(texts[other])}, not text. Name others with "
+            "--text-column, or store it as text."
+        )
+    if not texts:
+        raise CorpusError(f"corpus {where} has no text in {' or '.join(values)}. Give it one, or remove it.")
+    return " ".join(text for text in map(str, texts.values()) if text.strip())
+
+
+def _joined(file: Path, parts: Sequence[str], role_column: str | None) -> Iterator[Record]:
+    """Yield the records of a file whose text is that of several columns."""
+    asked = [*parts, *([] if role_column is None else [role_column])]
+    for where, row in read_rows(file, list(dict.fromkeys(asked))):
+        text = joined_text({name: row[name] for name in parts}, f"{file}: {where}")
+        role = None if role_column is None else as_key(row[role_column])
+        copy = as_key(row.get(COPIES_COLUMN))
+        yield Record(plain_text(_whole(text, file, where), file), copy, COPIES_COLUMN in row, role)
 
 
 def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

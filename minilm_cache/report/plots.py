@@ -66,7 +66,9 @@ class Picture:
             range=alt.RangeConfig(category=list(COLOURS)),
             view=alt.ViewConfig(stroke=None, continuousHeight=_HEIGHT),
         )
-        spec: dict[str, Any] = styled.to_dict(validate=False)  # it takes longer than all else; tests draw them
+        spec: dict[str, Any] = styled.to_dict(
+            validate=False
+        )  # it takes longer than all else; tests draw them
         return spec
 
     def _repr_png_(self) -> bytes:

@@ -130,3 +130,34 @@ def test_both_sides_of_pairs_are_documents(tmp_path: Path) -> None:
     assert keys[0] == keys[3], "equal texts are held out together"
     with pytest.raises(CorpusError, match="no column 'c'"):
         load_corpus(str(file), "a,c")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet", "hub"])
+def test_several_columns_are_one_text(tmp_path: Path, ending: str) -> None:
+    table = pa.table({"title": ["ba", "", "bu"], "body": ["be bi", "bo", " "], "a+b": ["1", "2", "3"]})
+    place: str | Path = tmp_path / f"c{ending}"
+    if ending == "hub":
+        place = f"hf:{write_hub(tmp_path / 'hub', {'default': {'train': Dataset(table)}})}"
+    elif ending == ".jsonl":
+        Dataset(table).to_json(place)
+    elif ending == ".csv":
+        pyarrow.csv.write_csv(table, place)
+    else:
+        pyarrow.parquet.write_table(table, place)
+    assert read(place, "title+body") == ["ba be bi", "bo", "bu"]
+    assert read(place, "title + body,title") == ["ba be bi", "bo", "bu", "ba", "bu"]
+    assert read(place, "a+b") == ["1", "2", "3"]  # a column of that name
+    with pytest.raises(CorpusError, match="no column 'text'"):
+        read(place, "title+text")
+
+
+def test_a_record_may_lack_one_of_its_columns_and_not_all(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"title": "ba", "body": null}\n{"body": "be"}\n')
+    assert read(file, "title+body") == ["ba", "be"]
+    file.write_text('{"title": "ba", "body": "bi"}\n{"title": null}\n')
+    with pytest.raises(CorpusError, match=r"line 2 has no text in title or body"):
+        read(file, "title+body")
+    file.write_text('{"title": 7, "body": "bi"}\n')
+    with pytest.raises(CorpusError, match="column 'title' holds a number, not text"):
+        read(file, "title+body")
