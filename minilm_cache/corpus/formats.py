@@ -1,5 +1,6 @@
 """Files that a corpus may consist of: which of a folder are read, and what none of them may hold."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -133,3 +134,26 @@ def refuse_other_content(file: Path) -> None:
             f"corpus {file} is not text in UTF-8, but looks like {encoding.upper()}. Convert it: "
             f"`iconv -f {encoding} -t utf-8 {file.name} > new{file.suffix}`."
         )
+
+
+def joined_columns(column: str, known: Sequence[str]) -> list[str] | None:
+    """Return the columns that a name like `title+body` joins. None means that it is one column."""
+    return None if column in known or "+" not in column else [part.strip() for part in column.split("+")]
+
+
+def joined_text(values: Mapping[str, object], where: str) -> str:
+    """Return the texts of several columns as one, with spaces between them; one that is missing is left out.
+
+    Raises:
+        CorpusError: none of them is there, or one is not a text.
+    """
+    texts = {name: value for name, value in values.items() if value is not None}
+    other = next((name for name, value in texts.items() if not isinstance(value, str)), None)
+    if other is not None:
+        raise CorpusError(
+            f"corpus {where}: column {other!r} holds a {type(texts[other]).__name__}, not text. Name "
+            "others with --text-column, or store it as text."
+        )
+    if not texts:
+        raise CorpusError(f"corpus {where} has no text in {' or '.join(values)}. Give it one, or remove it.")
+    return " ".join(text for text in map(str, texts.values()) if text.strip())

@@ -25,15 +25,21 @@ import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
 from pydantic import ValidationError
 
-from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, Documents, corpus_files
+from minilm_cache.corpus.formats import (
+    HUB_PREFIX,
+    PYTHON_DOCS,
+    TEXT,
+    Documents,
+    corpus_files,
+    joined_columns,
+    joined_text,
+)
 from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
     COPIES_OF,
     Record,
     Roles,
-    joined_columns,
-    joined_text,
     read_records,
     refuse_role_column,
 )
@@ -237,9 +243,8 @@ def load_corpus(
     Args:
         name: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
-        text_column: column of the records that holds the text, several with plus signs between them, which
-            are one text together, or several with commas between them, whose
-            texts are documents of their own. None means `text`.
+        text_column: column of the records that holds the text, or several (`records.read_records`). None
+            means `text`.
         documents: what is a document in .txt and .md files.
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
             changed, is not read until its documents are asked for. None means that it is read now.

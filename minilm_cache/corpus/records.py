@@ -17,7 +17,7 @@ from typing import IO, Any, Final, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minilm_cache.corpus.formats import TEXT, Documents, refuse_other_content
+from minilm_cache.corpus.formats import TEXT, Documents, joined_columns, joined_text, refuse_other_content
 from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
@@ -113,29 +113,6 @@ def read_records(
             parts = joined_columns(column, columns)
             found = reader(file, column, role_column) if parts is None else _joined(file, parts, role_column)
             yield from found
-
-
-def joined_columns(column: str, known: Sequence[str]) -> list[str] | None:
-    """Return the columns that a name like `title+body` joins. None means that it is one column."""
-    return None if column in known or "+" not in column else [part.strip() for part in column.split("+")]
-
-
-def joined_text(values: Mapping[str, object], where: str) -> str:
-    """Return the texts of several columns as one, with spaces between them; one that is missing is left out.
-
-    Raises:
-        CorpusError: none of them is there, or one is not a text.
-    """
-    texts = {name: value for name, value in values.items() if value is not None}
-    other = next((name for name, value in texts.items() if not isinstance(value, str)), None)
-    if other is not None:
-        raise CorpusError(
-            f"corpus {where}: column {other!r} holds {_kind(texts[other])}, not text. Name others with "
-            "--text-column, or store it as text."
-        )
-    if not texts:
-        raise CorpusError(f"corpus {where} has no text in {' or '.join(values)}. Give it one, or remove it.")
-    return " ".join(text for text in map(str, texts.values()) if text.strip())
 
 
 def _joined(file: Path, parts: Sequence[str], role_column: str | None) -> Iterator[Record]:

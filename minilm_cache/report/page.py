@@ -41,6 +41,7 @@ from minilm_cache.report.similarity import (
 from minilm_cache.report.tables import (
     KL_COLUMNS,
     NAMES,
+    PART,
     SCORE,
     measures,
     row_names,
@@ -182,6 +183,7 @@ def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str,
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "has_loss": "held_out_loss" in measures(summary),
         "has_common": "kl_common" in measures(summary),
+        "parts": [name for name in measures(summary) if name.startswith(PART)],
         "scores": [name for name in measures(summary) if name.startswith(SCORE)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
@@ -195,7 +197,8 @@ def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, 
     has_kls = students["kl_sum"].null_count < len(students)
     return {
         "curves": curves_figure(runs).spec,
-        "tradeoff": tradeoff_figure(students).spec,
+        "tradeoff": tradeoff_figure(students).spec if len(students) > 1 else None,
+        "learned_maps": any(run.record.identity.spec.is_relational for run in runs),
         "storage": storage_figure(students, dense_bytes).spec if has_kls else None,
     }
 

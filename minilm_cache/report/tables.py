@@ -49,6 +49,8 @@ NAMES: Final = {
 """Columns that name a row of a summary, and their headings."""
 SCORE: Final = "score: "
 """Beginning of the names of columns that hold scores on tasks."""
+PART: Final = "loss: "
+"""Beginning of the names of columns that hold a part of an objective's held-out loss."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
@@ -145,11 +147,28 @@ def students_table(
             row |= {"kl_to": kl_to, "kl_common": common.get(student.arch), **asdict(sizes[name])}
             row |= _kl_columns(kls.get(student.arch))
             rows.append({column: row.get(column) for column in STUDENTS.names})
-    table = pa.Table.from_pylist(rows, schema=STUDENTS)
+    return _with_scores(_with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs), runs, scores or {})
+
+
+def _with_scores(
+    table: pa.Table, runs: Sequence[TrainedRun], scores: Mapping[str, Mapping[str, float]]
+) -> pa.Table:
+    """Add a column for each metric of scores on tasks."""
     names = [f"{run.path.resolve().name}/{student.arch}" for run in runs for student in run.record.students]
-    for metric in dict.fromkeys(metric for of_model in (scores or {}).values() for metric in of_model):
-        values = [(scores or {}).get(name, {}).get(metric) for name in names]
+    for metric in dict.fromkeys(metric for of_model in scores.values() for metric in of_model):
+        values = [scores.get(name, {}).get(metric) for name in names]
         table = table.append_column(f"{SCORE}{metric}", pa.array(values, pa.float64()))
+    return table
+
+
+def _with_parts(table: pa.Table, runs: Sequence[TrainedRun]) -> pa.Table:
+    """Add the parts of the held-out loss where all runs have one objective that compares no relations."""
+    has_one = len({run.record.identity.in_words() for run in runs}) == 1
+    losses = [student.held_out_after or {} for run in runs for student in run.record.students]
+    parts = dict.fromkeys(part for of_student in losses for part in of_student)
+    for part in parts if has_one and not runs[0].record.identity.spec.is_relational else ():
+        column = pa.array([of_student.get(part) for of_student in losses], pa.float64())
+        table = table.append_column(f"{PART}{part}", column)
     return table
 
 
@@ -280,7 +299,7 @@ def summary_table(students: pa.Table) -> pa.Table:
     standard deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
-    scores = [name for name in students.column_names if name.startswith(SCORE)]
+    scores = [name for name in students.column_names if name.startswith((PART, SCORE))]
     kls = [*KL_COLUMNS.values(), "kl_sum", "kl_common", "held_out_loss", "masked_agreement", *scores]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = [
@@ -318,6 +337,8 @@ def measures(summary: pa.Table) -> list[str]:
     empty = {name for name in names if summary[name].null_count == len(summary)}
     if summary["kl_common"].equals(summary["kl_sum"]):
         empty.add("kl_common")
+    if any(summary[name].equals(summary["held_out_loss"]) for name in names if name.startswith(PART)):
+        empty.add("held_out_loss")
     return [name for name in names if name not in empty and not (name == "held_out_loss" and all_have_kls)]
 
 

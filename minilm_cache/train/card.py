@@ -79,6 +79,8 @@ def save_student(
         _save_pooling(new, trainer, reader)
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
+        if trainer.learner.objective.sentence_pooler is not None:  # vectors of texts have no use for it
+            untrained = [name for name in untrained if name.rpartition(".")[2] != "pooler"]
         head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(
             student_card(

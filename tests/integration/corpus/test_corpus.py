@@ -159,5 +159,5 @@ def test_a_record_may_lack_one_of_its_columns_and_not_all(tmp_path: Path) -> Non
     with pytest.raises(CorpusError, match=r"line 2 has no text in title or body"):
         read(file, "title+body")
     file.write_text('{"title": 7, "body": "bi"}\n')
-    with pytest.raises(CorpusError, match="column 'title' holds a number, not text"):
+    with pytest.raises(CorpusError, match="column 'title' holds a int, not text"):
         read(file, "title+body")
