@@ -8,6 +8,7 @@ lists the slow libraries that it had imported by then.
 
 import argparse
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.report import write_result
+from benchmarks.report import cpu, write_result
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
@@ -91,7 +92,8 @@ def main() -> None:
     lines = _MISTAKES.strip().splitlines()
     _timed(lines[0], given.home)
     rows = [_timed(line, given.home) for line in lines]
-    write_result("mistakes", {"commands": rows, "longest_s": max(row["seconds"] for row in rows)})
+    longest = max(row["seconds"] for row in rows if row["exit"])
+    write_result("mistakes", {"commands": rows, "longest_s": longest, "cpu": cpu()})
 
 
 def _prepare(home: Path) -> None:
@@ -99,8 +101,8 @@ def _prepare(home: Path) -> None:
     notes = home / "notes.txt"
     notes.write_text("\n\n".join(f"The {number}th note is about the sea." for number in range(200)))
     (home / "table.csv").write_text("text,label\none,1\ntwo,0\n")
-    study = "teacher: mini\ncorpus: notes.txt\nobjectives: [minilm]\n"
-    (home / "wrong_key.yaml").write_text(f"{study}arch: [3x192]\nstepps: 3\n")
+    study = "dump: {teacher: mini, corpus: notes.txt}\n"
+    (home / "wrong_key.yaml").write_text(f"{study}arch: [3x192]\ntrain: {{stepps: 3}}\n")
     (home / "wrong_shape.yaml").write_text(f"{study}arch: [3x19z]\n")
     if not (home / "notes.cache").exists():
         config = validated(DumpConfig, {"teacher": "mini", "corpus": str(notes), "for": "embedding"})
@@ -110,12 +112,18 @@ def _prepare(home: Path) -> None:
 def _timed(line: str, home: Path) -> dict[str, Any]:
     """Return the seconds of a command, its exit code, its last line and the slow libraries it imported."""
     command = [sys.executable, "-c", _CHILD, ",".join(_SLOW), *shlex.split(line)]
-    began = time.perf_counter()
+    before, began = _processor_seconds(), time.perf_counter()
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - began
+    seconds, busy = time.perf_counter() - began, _processor_seconds() - before
     code, imported = json.loads((home / "imported.json").read_text())
     last = (done.stderr.strip().splitlines() or [""])[-1] if code else ""
-    return {"command": line, "seconds": round(seconds, 2), "exit": code, "imported": imported, "line": last}
+    spent = {"seconds": round(seconds, 2), "processor_s": round(busy, 2)}
+    return {"command": line, **spent, "exit": code, "imported": imported, "line": last}
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

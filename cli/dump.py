@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_text
 from minilm_cache.cli.environment import (
     note_default_corpus,
     quiet_libraries,
@@ -84,6 +84,7 @@ def dump(
     if isinstance(place, Path):
         refuse_file(place)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
 

@@ -6,13 +6,18 @@ They raise what the libraries' callers raise later, so that a mistake shows at o
 from collections.abc import Iterable
 from pathlib import Path
 
-from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, corpus_files
-from minilm_cache.evaluate.settings import refuse_no_data
-from minilm_cache.models.arch import num_layers_of
+from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
+from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task, refuse_no_data
+from minilm_cache.models.arch import num_layers_of, parse_arch
 from minilm_cache.models.locate import locate_teacher, refuse_no_config
+from minilm_cache.objectives.config import check_codec, check_pooled, split_into
+from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import refuse_existing
 from minilm_cache.store.layout import refuse_no_cache
 from minilm_cache.store.urls import is_url
+from minilm_cache.train.config import TrainConfig, refuse_no_beginning
+from minilm_cache.train.folder import is_run, runs_of
+from minilm_cache.train.record import load_record
 from minilm_cache.workflows.study_source import Source
 
 
@@ -58,3 +63,56 @@ def refuse_missing(
             locate_teacher(name, revision, without_weights=True)
     if teacher is not None:
         refuse_no_config(locate_teacher(teacher, revision, without_weights=True).folder)
+
+
+def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | None = None) -> None:
+    """Raise CorpusError if the first file of a corpus lacks a column that is to be read, or is damaged."""
+    if corpus == PYTHON_DOCS or corpus.startswith(HUB_PREFIX):
+        return
+    files = [file for file in corpus_files(Path(corpus)) if file.suffix not in TEXT and file.stat().st_size]
+    if not files:
+        return
+    from minilm_cache.corpus.records import read_records  # noqa: PLC0415 - pyarrow takes a while
+
+    if pair_columns is None:
+        next(read_records(files[0], text_column, "paragraphs"), None)
+        return
+    from minilm_cache.corpus.pairs import PairColumns, read_pairs  # noqa: PLC0415 - takes a second
+
+    next(read_pairs(files[0], PairColumns.of(pair_columns)), None)
+
+
+def refuse_no_columns(config: EvaluateConfig) -> None:
+    """Raise CorpusError if a task of the user's own does not exist, is damaged, or lacks a column."""
+    own = [name for name in config.task if is_own_task(name)]
+    if own:
+        from minilm_cache.evaluate.files import check_own_columns  # noqa: PLC0415 - datasets take a second
+
+        for name in own:
+            check_own_columns(Path(name), config)
+
+
+def refuse_unserved(config: TrainConfig, cache: str | Path) -> None:
+    """Raise InvalidConfigError for what the manifest of a cache of this machine says that it cannot serve."""
+    refuse_no_beginning(config.init)
+    if is_url(str(cache)):
+        return
+    from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+
+    identity = read_manifest(Path(cache)).identity
+    for each in config.each:
+        check_codec(each, identity.codec.name)
+        held = () if identity.states is None else identity.states.names
+        check_pooled(each, is_held=POOLED in held)
+    if config.init_teacher is None:  # shapes of a donor have its heads
+        split = split_into(config.objective, config.relation_heads, identity.relation_heads)
+        for arch in config.arch:
+            compares = config.spec.compares_heads
+            parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
+
+
+def refuse_no_runs(folders: Iterable[Path]) -> None:
+    """Raise the error of the first folder that holds neither a run nor a chain or a study."""
+    for folder in folders:
+        if not is_run(folder) and not runs_of(folder):
+            load_record(folder.resolve())

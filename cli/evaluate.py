@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_columns
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
@@ -53,6 +53,7 @@ def evaluate(
     if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
         for task in TASKS.keys() & {*config.task}:
             task_folder(Path(config.data), TASKS[task].title)
+    refuse_no_columns(config)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

@@ -14,7 +14,7 @@ from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table
-from minilm_cache.dump.config import ImportConfig
+from minilm_cache.dump.config import ImportConfig, refuse_no_file
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 
@@ -180,6 +180,7 @@ def import_file(
     """
     config = validated(ImportConfig, {**given, "vectors": vectors})
     has_scores = config.score_columns is not None
+    refuse_no_file(config)
     refuse_missing(models=[config.tokenizer])
     from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
 

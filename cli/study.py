@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -47,13 +46,13 @@ def study(
     Example: minilm-cache study shapes.yaml
     """
     check_engine(engine, gpus_per_task)
-    refuse_missing(document=document)
+    from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - it takes half a second
+
+    settings = read_study(document)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.study import run_study  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    settings = read_study(document)
     folder = out or (
         document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
@@ -52,6 +52,8 @@ def train(
     """
     config = validated(TrainConfig, with_preset(preset, given))
     refuse_missing(cache=cache, arch=config.arch)
+    if cache is not None:
+        refuse_unserved(config, cache)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

@@ -23,9 +23,11 @@ from tests.support import World, save_teacher, write_corpus
 SLOW = (
     "test_on_ray.py",
     *("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py"),
-    "test_pages.py",
+    *("test_pages.py", "test_study.py", "test_export_model.py", "test_search.py", "test_chain.py"),
+    *("test_report.py", "test_into_store.py", "test_tokens.py", "test_evaluate.py", "test_generation.py"),
+    *("test_speed.py", "test_learning.py", "test_site.py", "test_cli.py", "test_export.py"),
 )
-"""Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
+"""Files that take a minute or more: they begin first, so that no process waits for one at the end."""
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of its own in it
 """A file system in memory, where the system has one: stores sync every file they write, and a disk takes

@@ -51,6 +51,7 @@ from benchmarks.tables.students import (
     rerankers,
     scores,
     shapes,
+    shapes_predicted,
     students,
     task_stages,
 )
@@ -81,6 +82,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "questions": questions,
     "question_examples": question_examples,
     "shapes": shapes,
+    "shapes_predicted": shapes_predicted,
     "reranker_peer": reranker_peer,
     "task_stages": task_stages,
     "objective_bytes": objective_bytes,

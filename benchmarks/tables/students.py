@@ -289,6 +289,18 @@ def shapes() -> str:
     return table_of(["order by", "and by", "Kendall's tau"], rows)
 
 
+def shapes_predicted() -> str:
+    """Return how well the losses of shapes at the end can be predicted from those of others."""
+    errors = read("shapes")["predicted"]
+    names = {
+        "law": "a law of weights and tokens, E + a / weights^α + b / tokens^β",
+        "loss after 10%": "the shape's own loss after a tenth of the steps",
+        "loss after 20%": "the shape's own loss after a fifth of the steps",
+    }
+    rows = [[words, f"{errors[name]:.1f} %"] for name, words in names.items()]
+    return table_of(["held-out loss at the end, predicted by", "mean error"], rows)
+
+
 def reranker_peer() -> str:
     """Return what the same student costs and is worth by sentence-transformers."""
     rows = [

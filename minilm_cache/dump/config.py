@@ -1,11 +1,13 @@
 """What a dump is made from: teacher, text, codec, states."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.config import JsonDict
 
+from minilm_cache.errors import CorpusError
 from minilm_cache.objectives.spec import Form, needs_of, objective_names
 from minilm_cache.settings import (
     ColumnSettings,
@@ -432,3 +434,14 @@ class PlanConfig(FrozenSettings):
     """Approximate number of tokens that are really dumped."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
     """Choose the most faithful setting of at most this many bytes. None means that none is chosen."""
+
+
+def refuse_no_file(config: ImportConfig) -> None:
+    """Raise CorpusError if what is to be imported is no file."""
+    if not Path(config.vectors).is_file():
+        wanted = (
+            "a Parquet file of texts and vectors"
+            if config.score_columns is None
+            else "records of pairs of texts and their scores"
+        )
+        raise CorpusError(f"{config.vectors} is not a file. Give {wanted}.")

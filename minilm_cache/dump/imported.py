@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.pairs import PairColumns, read_pairs
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.dump.config import DumpConfig, ImportConfig
+from minilm_cache.dump.config import DumpConfig, ImportConfig, refuse_no_file
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, identity_and_place
@@ -172,8 +172,7 @@ def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
             another vector.
     """
     file, column = config.vectors, config.text_column or "text"
-    if not Path(file).is_file():
-        raise CorpusError(f"{file} is not a file. Give a Parquet file of texts and vectors.")
+    refuse_no_file(config)
     texts: list[object] = []
     blocks: list[npt.NDArray[np.float32]] = []
     try:
@@ -205,9 +204,8 @@ def read_scores(config: ImportConfig) -> TextVectors:
             score that is not a number; or a query stands twice with a document and different scores.
     """
     assert config.pair_columns is not None
+    refuse_no_file(config)
     file = Path(config.vectors)
-    if not file.is_file():
-        raise CorpusError(f"{file} is not a file. Give records of pairs of texts and their scores.")
     columns = PairColumns.of(config.pair_columns, config.score_columns).seen_in(file)
     texts: list[str] = []
     scores: list[float] = []

@@ -10,8 +10,9 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from minilm_cache.corpus.load import arrow_cache
-from minilm_cache.corpus.records import read_rows
-from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.corpus.records import columns_of, read_rows
+from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
+from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.store.durable import bounded_bytes
 
 HUB: Final = "hf"
@@ -104,6 +105,41 @@ def read_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         pass
     raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. Fetch the file again.")
+
+
+def generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], str] | None:
+    """Return the columns of sources and of texts to generate in a task of one's own.
+
+    None means that the file has labels.
+
+    Raises:
+        InvalidConfigError: options for labels and for texts to generate are given.
+        CorpusError: the file is damaged.
+    """
+    given = [part.strip() for part in config.text_columns.split(",")]
+    fields = type(config).model_fields
+    of_labels = [name for name in ("label_column", "metric") if getattr(config, name) != fields[name].default]
+    if config.target_column is not None:
+        if of_labels:
+            raise InvalidConfigError(
+                f"--{of_labels[0].replace('_', '-')} is about labels, and --target-column about texts to "
+                "generate. Leave one out."
+            )
+        return given, config.target_column
+    sources = ["src"] if config.text_columns == fields["text_columns"].default else given
+    found = columns_of(file) if not of_labels and file.is_file() else []
+    return (sources, "tgt") if {*sources, "tgt"} <= {*found} and config.label_column not in found else None
+
+
+def check_own_columns(file: Path, config: EvaluateConfig) -> None:
+    """Raise CorpusError if a task of one's own does not exist, is damaged, or lacks a column."""
+    columns = generation_columns(file, config)
+    if columns is None:
+        asked = [*(part.strip() for part in config.text_columns.split(",")), config.label_column]
+        options = "--text-columns, --label-column"
+    else:
+        asked, options = [*columns[0], columns[1]], "--text-columns, --target-column"
+    next(own_rows(file, asked, options), None)
 
 
 def own_rows(

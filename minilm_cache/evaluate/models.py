@@ -31,9 +31,8 @@ from minilm_cache.models.load import (
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
-from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
+from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, runs_of
 from minilm_cache.train.record import load_record
-from minilm_cache.train.resume import runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

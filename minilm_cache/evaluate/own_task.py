@@ -8,10 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from minilm_cache.corpus.records import columns_of
-from minilm_cache.errors import CorpusError, InvalidConfigError
+from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
-from minilm_cache.evaluate.files import own_rows, read_own_text
+from minilm_cache.evaluate.files import generation_columns, own_rows, read_own_text
 from minilm_cache.evaluate.generation_data import read_pairs
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import OWN_GENERATION, GenerationTask, Metric, TextTask
@@ -33,7 +32,7 @@ def read_own_task(
     Raises:
         CorpusError: see `read_labelled` and `read_pairs`.
     """
-    columns = _generation_columns(file, config)
+    columns = generation_columns(file, config)
     if columns is None:
         return read_labelled(file, config, note)
     sources, target = columns
@@ -41,23 +40,6 @@ def read_own_task(
     if config.as_is and config.dev is None:
         note(f"{printable(file.name)}: all texts are scored, also those that a model may have been tuned on")
     return _read_generation(file, config, sources=sources, target=target)
-
-
-def _generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], str] | None:
-    """Return the columns of sources and of texts to generate. None means that the file has labels."""
-    given = [part.strip() for part in config.text_columns.split(",")]
-    fields = type(config).model_fields
-    of_labels = [name for name in ("label_column", "metric") if getattr(config, name) != fields[name].default]
-    if config.target_column is not None:
-        if of_labels:
-            raise InvalidConfigError(
-                f"--{of_labels[0].replace('_', '-')} is about labels, and --target-column about texts to "
-                "generate. Leave one out."
-            )
-        return given, config.target_column
-    sources = ["src"] if config.text_columns == fields["text_columns"].default else given
-    found = columns_of(file) if not of_labels and file.is_file() else []
-    return (sources, "tgt") if {*sources, "tgt"} <= {*found} and config.label_column not in found else None
 
 
 def _read_generation(

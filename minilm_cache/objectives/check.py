@@ -9,12 +9,10 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import WantedTargets
-from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.relations import relations_of
+from minilm_cache.objectives.config import ObjectiveConfig, check_codec, check_pooled, flags_of
 from minilm_cache.objectives.several import OtherTeachers, other_teachers
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.signals.table import SIGNALS, signal_of
-from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StatesIdentity
 
@@ -97,35 +95,6 @@ def live_objective(
     return Objective(request=request, wanted=ObjectiveKind.named(config.spec.kind).wanted(request))
 
 
-_OTHER_OBJECTIVE = "If it holds pooled vectors, take --objective embedding. "
-
-
-def check_codec(config: ObjectiveConfig, codec: str) -> None:
-    """Raise InvalidConfigError for an objective that needs something that no cache of this codec holds."""
-    if codec == "vectors":
-        return
-    stored = set() if codec == "none" else {RelationKind.ATTENTION, RelationKind.VALUE}
-    missing = []
-    if config.spec.is_relational:
-        kinds = relations_of(
-            config.objective,
-            value_relation=config.value_relation,
-            query_key_relations=config.query_key_relations,
-        )
-        missing = [kind for kind in kinds if kind not in stored]
-    what = f"the {' and '.join(missing)} relation" if missing else "queries, keys and values"
-    if missing or config.spec.needs.vectors:
-        raise InvalidConfigError(
-            f"--objective {config.objective} needs {what}, which a cache of codec {codec} does not hold. "
-            f"{_OTHER_OBJECTIVE if codec == 'none' else ''}Dump one with --codec vectors{_flags(config)}."
-        )
-
-
-def _flags(config: ObjectiveConfig) -> str:
-    """Return the option of a dump for an objective that needs more than the last layer's relations."""
-    return "" if config.spec.is_relational else f" --for {config.objective}"
-
-
 def _check_layers(config: ObjectiveConfig, cache: Cache, wanted: WantedTargets) -> None:
     missing = [str(layer) for layer in wanted.layers if layer not in cache.layers]
     if not missing:
@@ -145,7 +114,7 @@ def _check_layers(config: ObjectiveConfig, cache: Cache, wanted: WantedTargets) 
 
 def _more_flags(cache: Cache, config: ObjectiveConfig) -> str:
     """Return the further options of a dump that holds the missing layers."""
-    flags = _flags(config)
+    flags = flags_of(config)
     is_kept = cache.manifest.identity.codec.name == "vectors"
     return flags + (f" --add {cache.reader.root}" if is_kept else "")
 
@@ -158,11 +127,7 @@ def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wante
     missing = [name for name in wanted.signals if name not in held]
     if not missing:
         return
-    if config.spec.needs.pooled:
-        raise InvalidConfigError(
-            f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
-            f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
-        )
+    check_pooled(config, is_held=False)
     kinds = dict.fromkeys(name.signal for name in missing)
     options = [
         signal_of(SignalName(kind)).option_for([name for name in missing if name.signal == kind])

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import (
     OBJECTIVES,
     Form,
@@ -17,6 +18,7 @@ from minilm_cache.objectives.spec import (
     spec_of,
 )
 from minilm_cache.settings import FrozenSettings
+from minilm_cache.storage_schema.identity import RelationKind
 
 EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours")
 """What objective `embedding` can compare."""
@@ -255,3 +257,69 @@ class ObjectiveConfig(ObjectiveFields):
         if self.layer_map != "last" and self.teacher_layer is not None:
             raise ValueError("--teacher-layer goes with --layer-map last, and only with it")
         return self
+
+
+def relations_of(
+    objective: str, *, value_relation: bool = True, query_key_relations: bool = False
+) -> tuple[RelationKind, ...]:
+    """Return the relations by which an objective compares students with the teacher."""
+    if objective == "minilmv2":
+        return (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
+    kinds = [RelationKind.ATTENTION]
+    if value_relation:
+        kinds.append(RelationKind.VALUE)
+    if query_key_relations:
+        kinds += [RelationKind.QUERY, RelationKind.KEY]
+    return tuple(kinds)
+
+
+_OTHER_OBJECTIVE = "If it holds pooled vectors, take --objective embedding. "
+
+
+def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -> int | None:
+    """Return the relation heads that an objective splits vectors into.
+
+    Args:
+        objective: name of the objective.
+        relation_heads: requested number of relation heads. None means as many as the teacher's heads.
+        teacher_heads: heads of the teacher's attention.
+
+    Returns:
+        Number of relation heads. None means that the objective compares attention heads as they are.
+    """
+    return relation_heads or teacher_heads if "minilmv2" in parts_of(objective) else None
+
+
+def check_codec(config: ObjectiveConfig, codec: str) -> None:
+    """Raise InvalidConfigError for an objective that needs something that no cache of this codec holds."""
+    if codec == "vectors":
+        return
+    stored = set() if codec == "none" else {RelationKind.ATTENTION, RelationKind.VALUE}
+    missing = []
+    if config.spec.is_relational:
+        kinds = relations_of(
+            config.objective,
+            value_relation=config.value_relation,
+            query_key_relations=config.query_key_relations,
+        )
+        missing = [kind for kind in kinds if kind not in stored]
+    what = f"the {' and '.join(missing)} relation" if missing else "queries, keys and values"
+    if missing or config.spec.needs.vectors:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs {what}, which a cache of codec {codec} does not hold. "
+            f"{_OTHER_OBJECTIVE if codec == 'none' else ''}Dump one with --codec vectors{flags_of(config)}."
+        )
+
+
+def check_pooled(config: ObjectiveConfig, *, is_held: bool) -> None:
+    """Raise InvalidConfigError for an objective that needs pooled vectors where none are held."""
+    if config.spec.needs.pooled and not is_held:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
+            f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
+        )
+
+
+def flags_of(config: ObjectiveConfig) -> str:
+    """Return the option of a dump for an objective that needs more than the last layer's relations."""
+    return "" if config.spec.is_relational else f" --for {config.objective}"

@@ -21,7 +21,7 @@ from minilm_cache.objectives.base import (
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
-from minilm_cache.objectives.spec import parts_of
+from minilm_cache.objectives.config import relations_of, split_into
 from minilm_cache.relations.loss import Method, relation_loss
 from minilm_cache.relations.scores import Vectors, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
@@ -95,34 +95,6 @@ class Relations(ObjectiveKind):
     ) -> RelationObjective:
         """Return the objective of a student of this depth."""
         return RelationObjective(wanted, pairs_of(request, student.num_layers))
-
-
-def relations_of(
-    objective: str, *, value_relation: bool = True, query_key_relations: bool = False
-) -> tuple[RelationKind, ...]:
-    """Return the relations by which an objective compares students with the teacher."""
-    if objective == "minilmv2":
-        return (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
-    kinds = [RelationKind.ATTENTION]
-    if value_relation:
-        kinds.append(RelationKind.VALUE)
-    if query_key_relations:
-        kinds += [RelationKind.QUERY, RelationKind.KEY]
-    return tuple(kinds)
-
-
-def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -> int | None:
-    """Return the relation heads that an objective splits vectors into.
-
-    Args:
-        objective: name of the objective.
-        relation_heads: requested number of relation heads. None means as many as the teacher's heads.
-        teacher_heads: heads of the teacher's attention.
-
-    Returns:
-        Number of relation heads. None means that the objective compares attention heads as they are.
-    """
-    return relation_heads or teacher_heads if "minilmv2" in parts_of(objective) else None
 
 
 class ValueObjective(StudentObjective):

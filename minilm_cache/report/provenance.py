@@ -10,8 +10,7 @@ from minilm_cache.settings import flag_of, option_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.urls import is_url
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.initial import FROM_TEACHER
+from minilm_cache.train.config import FROM_TEACHER, TrainConfig
 
 
 def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]:

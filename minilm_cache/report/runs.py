@@ -13,20 +13,13 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import read_config
 from minilm_cache.models.student import student_config, teacher_config
 from minilm_cache.objectives.check import Objective, choose_objective, live_objective
-from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.config import ObjectiveConfig, split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, runs_of
 from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, load_record
-from minilm_cache.train.resume import runs_of
 from minilm_cache.wording import Described, printable
 
-VIA: Final = "-via-"
-"""Stands between the names of a cache and of the assistant whose relations a further cache of a study
-holds."""
-TEACHER_CACHE: Final = "0-teacher"
-"""Folder of the cache in a chain whose teacher all students of the chain are compared with."""
 _COMPARED_SETTINGS: Final = {
     "arch",
     "objective",

@@ -1,15 +1,22 @@
 """Settings of a training, apart from its cache and the folder of its run, and recipes by name."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
-from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
 
+RANDOM: Final = "random"
+EMBEDDINGS: Final = "embeddings"
+TEACHER_LAYERS: Final = "teacher-layers"
+SLICE: Final = "slice"
+FROM_TEACHER: Final = (SLICE, TEACHER_LAYERS, EMBEDDINGS)
+"""Values of `--init` that need the weights of the teacher."""
 DEFAULT_EPOCHS = 5.0
 Batches = Literal["shuffled", "by-length", "by-query"]
 """Which sequences come together in batches."""
@@ -220,3 +227,22 @@ def _preset(name: str) -> Preset:
     if name not in known:
         raise InvalidConfigError(f"--preset {name}: give one of {', '.join(known)}.")
     return known[name]
+
+
+def first_config(config: TrainConfig) -> TrainConfig:
+    """Return the settings of what students learn first: its own objective and recipe, batches as they are."""
+    own = ObjectiveConfig.model_fields
+    shared = {name: value for name, value in dict(config).items() if name not in own and name != "lr"}
+    shared |= {"vocab": None, "objective": config.first, "steps": config.first_steps or config.steps}
+    if config.first_steps is not None:
+        shared["epochs"] = None
+    return validated(TrainConfig, shared)
+
+
+def refuse_no_beginning(init: str | None) -> None:
+    """Raise InvalidConfigError for an `--init` that is no kind of weights and no folder."""
+    if init not in (None, RANDOM, *FROM_TEACHER) and not Path(str(init)).is_dir():
+        raise InvalidConfigError(
+            f"--init {init}: there is no such folder. Give {', '.join((RANDOM, *FROM_TEACHER))}, or the "
+            "folder of a model or of a run."
+        )

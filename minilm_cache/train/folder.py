@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.store.durable import linked_part
 
+VIA: Final = "-via-"
+"""Stands between the names of a cache and of the assistant whose relations a further cache of a study
+holds."""
+TEACHER_CACHE: Final = "0-teacher"
+"""Folder of the cache in a chain whose teacher all students of the chain are compared with."""
 RUN_FILE = "run.json"
 """File name of the run's record."""
+SUFFIX: Final = "-first"
+"""End of the name of the first run's folder, behind that of the second."""
 REMOVED = ".removed"
 """End of the hidden name that a folder has while it is removed."""
 
@@ -83,3 +91,10 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(
         record.parent for record in folder.glob(f"*/{RUN_FILE}") if not record.parent.name.endswith(REMOVED)
     )
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the runs of a chain or a study, finished or not, without those that others began with."""
+    runs = sorted(file.parent for file in folder.glob(f"runs/*/{RUN_FILE}"))
+    names = {run.name for run in runs}
+    return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -31,16 +30,17 @@ from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.card import cached_tokenizer
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import (
+    EMBEDDINGS,
+    FROM_TEACHER,
+    RANDOM,
+    SLICE,
+    TEACHER_LAYERS,
+    TrainConfig,
+    refuse_no_beginning,
+)
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import ANOTHER_MODEL
-
-RANDOM: Final = "random"
-EMBEDDINGS: Final = "embeddings"
-TEACHER_LAYERS: Final = "teacher-layers"
-SLICE: Final = "slice"
-FROM_TEACHER: Final = (SLICE, TEACHER_LAYERS, EMBEDDINGS)
-"""Values of `--init` that need the weights of the teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,12 +292,8 @@ def initial_weights(
             config=config, cache=cache, weights=weights, head=head, home=home, tokens=tokens
         )
         return Beginnings(of={shape.arch: cutter.begin(shape) for shape in shapes}, tokens=tokens)
+    refuse_no_beginning(config.init)
     folder = Path(config.init)
-    if not folder.is_dir():
-        raise InvalidConfigError(
-            f"--init {config.init}: there is no such folder. Give {', '.join((RANDOM, *FROM_TEACHER))}, or "
-            "the folder of a model or of a run."
-        )
     folders = {shape.arch: _model_folder(folder, shape.arch) for shape in shapes}
     for path in folders.values():
         _check_tokenizer(path, cache)

@@ -6,13 +6,11 @@ from typing import Final
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.settings import validated
 from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, state_name
-from minilm_cache.train.initial import RANDOM, SLICE, Beginnings
+from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, first_config
+from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
+from minilm_cache.train.initial import Beginnings
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import ANOTHER_MODEL, RunIdentity, RunRecord, load_record
 from minilm_cache.train.sampler import check_parts
@@ -135,17 +133,6 @@ _HINTS_ON_OLDER_RUNS: Final = {
 """Hints to add to the message where a setting differs because a newer release changed its meaning."""
 
 
-SUFFIX: Final = "-first"
-"""End of the name of the first run's folder, behind that of the second."""
-
-
-def runs_of(folder: Path) -> list[Path]:
-    """Return the runs of a chain or a study, finished or not, without those that others began with."""
-    runs = sorted(file.parent for file in folder.glob(f"runs/*/{RUN_FILE}"))
-    names = {run.name for run in runs}
-    return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]
-
-
 def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     """Check both objectives against the cache, before the first is trained.
 
@@ -164,16 +151,6 @@ def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     check_parts(config)
     for checked in (first_config(config), config):
         choose_objective(checked, cache, arch=config.arch)
-
-
-def first_config(config: TrainConfig) -> TrainConfig:
-    """Return the settings of what students learn first: its own objective and recipe, batches as they are."""
-    own = ObjectiveConfig.model_fields
-    shared = {name: value for name, value in dict(config).items() if name not in own and name != "lr"}
-    shared |= {"vocab": None, "objective": config.first, "steps": config.first_steps or config.steps}
-    if config.first_steps is not None:
-        shared["epochs"] = None
-    return validated(TrainConfig, shared)
 
 
 def first_folder(out: Path | None) -> Path | None:

@@ -23,7 +23,7 @@ from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer, save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
@@ -40,7 +40,6 @@ from minilm_cache.train.record import (
 from minilm_cache.train.resume import (
     after_first,
     check_first,
-    first_config,
     first_folder,
     read_record,
     recorded,

@@ -15,11 +15,9 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
-from minilm_cache.objectives.check import check_codec
-from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.config import check_codec, split_into
 from minilm_cache.objectives.several import check_also
 from minilm_cache.objectives.spec import OBJECTIVES
-from minilm_cache.report.runs import TEACHER_CACHE
 from minilm_cache.settings import Settings, WrittenSettings, first_problem, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import (
@@ -30,11 +28,10 @@ from minilm_cache.storage_schema.upgrades import (
 )
 from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import bounded_bytes
-from minilm_cache.train.config import TrainConfig, with_preset
-from minilm_cache.train.folder import RunFolder, arch_slug
-from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
+from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_config, with_preset
+from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
+from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.resume import first_config
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, ChainConfig, naming_settings
 from minilm_cache.workflows.study_preview import cache_state, run_state

@@ -38,8 +38,8 @@ from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.initial import FROM_TEACHER, RANDOM, initial_weights
+from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
+from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.wording import counted

@@ -29,9 +29,8 @@ from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.student import shape_config, teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.check import check_codec, choose_objective
-from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.config import ObjectiveConfig, check_codec, split_into
 from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report

@@ -14,19 +14,16 @@ from pydantic import Field
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
-from minilm_cache.objectives.check import check_codec
-from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
+from minilm_cache.models.arch import num_layers_of
+from minilm_cache.objectives.config import ObjectiveConfig, check_codec, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, joined_names, known_objective
-from minilm_cache.report.runs import VIA
 from minilm_cache.settings import FrozenSettings, WrittenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.store.urls import is_url
-from minilm_cache.train.config import TrainConfig, with_preset
-from minilm_cache.train.folder import RunFolder, arch_slug
-from minilm_cache.train.initial import FROM_TEACHER, RANDOM
+from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_config, with_preset
+from minilm_cache.train.folder import VIA, RunFolder, arch_slug
 from minilm_cache.train.record import load_record
-from minilm_cache.train.resume import first_config
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, naming_settings
 from minilm_cache.workflows.study_source import Location, Source
 
@@ -375,7 +372,7 @@ class _Shapes(FrozenSettings):
 
 
 def _check_lists(source: Source, document: StudyDocument, choices: Sequence[ObjectiveChoice]) -> None:
-    """Refuse seeds within shapes, and values that a list holds twice."""
+    """Refuse texts that are no shapes, seeds within shapes, and values that a list holds twice."""
     shapes: list[tuple[Location, str]] = [(("arch", index), arch) for index, arch in enumerate(document.arch)]
     shapes += [(("assistants", index), arch) for index, arch in enumerate(document.assistants)]
     for index, choice in enumerate(choices):
@@ -383,6 +380,10 @@ def _check_lists(source: Source, document: StudyDocument, choices: Sequence[Obje
     for location, arch in shapes:
         if re.search(r":s\d", arch):
             source.fail(location, "give seeds under seed")
+        try:
+            num_layers_of(arch)
+        except InvalidConfigError as error:
+            source.fail(location, str(error))
     inits = document.init or ()
     if inits and "init" in document.train:
         source.fail(("train", "init"), "a study varies this; give it under init alone")
