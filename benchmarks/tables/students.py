@@ -293,7 +293,7 @@ def shapes_predicted() -> str:
     """Return how well the losses of shapes at the end can be predicted from those of others."""
     errors = read("shapes")["predicted"]
     names = {
-        "law": "a law of weights and tokens, E + a / weights^α + b / tokens^β",
+        "law": "a law of weights and tokens, E + a / weights^p + b / tokens^q",
         "loss after 10%": "the shape's own loss after a tenth of the steps",
         "loss after 20%": "the shape's own loss after a fifth of the steps",
     }
