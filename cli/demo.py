@@ -14,13 +14,6 @@ from minilm_cache.cli.tables import fidelity_table
 if TYPE_CHECKING:
     from minilm_cache.workflows.demo import DemoResult
 
-_AUTO_MODEL = (
-    "from transformers import AutoModel; print(AutoModel.from_pretrained({path!r}).num_parameters())"
-)
-_SENTENCE_TRANSFORMER = (
-    "from sentence_transformers import SentenceTransformer; "
-    "print(SentenceTransformer({path!r}).encode(['a text', 'another text']).shape)"
-)
 _LONGEST = 60
 """Most characters of an answer that are shown."""
 
@@ -85,22 +78,20 @@ def _print(result: "DemoResult") -> None:
             for searcher in searchers
         ],
     )
-    path, program = str(searchers[1].path), sys.argv[0]
+    program, folder = sys.argv[0], str(result.train.path)
     print_pairs(
         {
             "cache": result.dump.path,
             "run": result.train.path,
-            "what it learned": shlex.join([program, "info", str(result.train.path)]),
+            "ask more": shlex.join([program, "search-text", folder, "open a file"]),
+            "what it learned": shlex.join([program, "info", folder]),
             "another student": shlex.join(
                 [program, "train", str(result.dump.path), "--objective", "embedding", "--arch", "2x384"]
             ),
-            "AutoModel": shlex.join([sys.executable, "-c", _AUTO_MODEL.format(path=path)]),
-            "sentence-transformers": shlex.join(
-                [sys.executable, "-c", _SENTENCE_TRANSFORMER.format(path=path)]
+            "a file to ship": shlex.join(
+                [program, "export-model", str(searchers[1].path), "--onnx", "--int8", "--out", "shipped"]
             ),
-            "a task (downloads SST-2)": shlex.join(
-                [program, "evaluate", path, "--task", "sst2", "--data", "hf", "--seeds", "3"]
-            ),
+            "in Python": f"sentence_transformers.SentenceTransformer({str(searchers[1].path)!r})",
             "curves, sizes, attention maps": result.page.resolve().as_uri(),
         }
     )

@@ -26,6 +26,7 @@ from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.ranking import mine, rerank
 from minilm_cache.cli.search import search
+from minilm_cache.cli.search_text import search_text
 from minilm_cache.cli.share import export, import_file, merge, pull, push
 from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
@@ -61,6 +62,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
         mine,
         rerank,
         generate,
+        search_text,
         export,
         import_file,
         head,

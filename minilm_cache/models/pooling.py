@@ -466,8 +466,8 @@ class SentenceModel:
         """
         self._encoder = SentenceEncoder.load(folder)
         self._tokenizer = load_tokenizer(folder, has_ends=False)
-        self._max_length, self._prompt = max_length, read_prompts(folder).of_every_text
-        if self._prompt and not self._encoder.pooler.includes_prompt:
+        self._max_length, self._prompts = max_length, read_prompts(folder)
+        if any(self._prompts.by_name.values()) and not self._encoder.pooler.includes_prompt:
             raise TeacherError(
                 f"{folder} leaves the tokens of its prompt out of its pooling (include_prompt), which is not "
                 "done here. Take another model."
@@ -479,9 +479,19 @@ class SentenceModel:
         return self._encoder.num_parameters
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str], batch_size: int = 64) -> Float[Tensor, "texts width"]:
-        """Return the vectors of texts, in their order; texts of about the same length share a batch."""
-        prompted = [self._prompt + text for text in texts]
+    def encode(
+        self, texts: Sequence[str], batch_size: int = 64, role: str | None = None
+    ) -> Float[Tensor, "texts width"]:
+        """Return the vectors of texts, in their order; texts of about the same length share a batch.
+
+        Args:
+            texts: the texts.
+            batch_size: texts of a forward pass.
+            role: what the texts are for, `query` or `document`, whose prompt they get if the model has one.
+                None means the prompt that every text gets.
+        """
+        prompt = self._prompts.by_name.get(role or "") or self._prompts.of_every_text
+        prompted = [prompt + text for text in texts]
         ids = self._tokenizer(prompted, truncation=True, max_length=self._max_length)["input_ids"]
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         vectors: list[Tensor] = []

@@ -11,7 +11,7 @@ from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.evaluate.settings import RECORDS
 from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.objectives.spec import Needs
-from minilm_cache.settings import FrozenSettings, ModelSettings
+from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
 
@@ -58,6 +58,18 @@ class ChainConfig(FrozenSettings):
     """Shape of an assistant; may be repeated, and then each assistant learns from the one before."""
     compare_direct: bool = False
     """Also train the students directly from the teacher, to compare them."""
+
+
+class SearchTextConfig(CorpusSettings, RevisionSettings):
+    """Settings of a search for texts."""
+
+    group = "Search"
+    top: Annotated[int, Field(ge=1, le=1000)] = 5
+    """Texts that are shown for each question."""
+    max_texts: Annotated[int, Field(ge=1)] | None = None
+    """Most texts of the corpus that are searched, the first ones. None means all of them."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens that are read of a text or a question."""
 
 
 class GenerateConfig(DecodingOptions, ModelSettings):

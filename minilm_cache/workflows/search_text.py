@@ -1,0 +1,95 @@
+"""Find the texts of a corpus that are nearest to questions, with a student or another sentence encoder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import SentenceModel
+from minilm_cache.session import ALONE, Session
+from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.record import load_record
+from minilm_cache.workflows.config import SearchTextConfig
+
+_PART: Final = 512
+"""Texts between two looks at whether a stop was requested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundText:
+    """A text that is near to a question."""
+
+    number: int
+    """Number of the text in the corpus, counted from 0."""
+    score: float
+    """Cosine of its vector with that of the question, or their dot product, as the model compares them."""
+    text: str
+
+
+def search_texts(
+    config: SearchTextConfig, model: str, questions: Sequence[str], *, session: Session = ALONE
+) -> list[list[FoundText]]:
+    """Return the nearest texts for each question, the nearest one first.
+
+    Args:
+        config: the corpus, and how many texts are read and returned.
+        model: name or folder of a sentence encoder, or folder of a run, which stands for its best student by
+            held-out loss.
+        questions: the questions.
+        session: its progress shows the number of texts. Its `should_stop` is called after each 512 texts;
+            True stops.
+
+    Raises:
+        CorpusError: the corpus does not exist, cannot be read, or holds no text.
+        TeacherError: there is no such model, or a pooling that cannot be computed.
+        InvalidConfigError: there is no question, or the model does not say how it pools.
+        InterruptedRunError: a stop was requested.
+    """
+    if not all(question.strip() for question in questions) or not questions:
+        raise InvalidConfigError(
+            "give a question in quotes, like: minilm-cache search-text mini 'open a file'"
+        )
+    encoder = SentenceModel(_folder(model, config.revision), config.max_length)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
+    texts = list(islice(corpus.texts(), config.max_texts))
+    if len(texts) < len(corpus.documents):
+        session.progress.note(f"searching the first {len(texts):,} of {len(corpus.documents):,} texts")
+    session.progress.start("read", len(texts), "texts")
+    parts = []
+    for first in range(0, len(texts), _PART):
+        if session.should_stop():
+            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+        part = texts[first : first + _PART]
+        parts.append(encoder.encode(part, role="document"))
+        session.progress.advance(len(part))
+    scores = encoder.encode(questions, role="query") @ torch.cat(parts).T
+    best = scores.topk(min(config.top, len(texts)))
+    return [
+        [
+            FoundText(number=number, score=score, text=texts[number])
+            for score, number in zip(row, numbers, strict=True)
+        ]
+        for row, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    """Return the folder of a model; a run stands for its best student.
+
+    Raises:
+        InvalidConfigError: all students of the run diverged.
+    """
+    run = Path(model)
+    if not is_run(run):
+        return locate_teacher(model, revision).folder
+    losses = {each.arch: each.loss_after for each in load_record(run).students if each.diverged_at is None}
+    if not losses:
+        raise InvalidConfigError(f"run {run} has no student: all of them diverged. Train again.")
+    best = min(losses, key=lambda arch: (losses[arch] is None, losses[arch] or 0.0))
+    return RunFolder(path=run).student(best)
