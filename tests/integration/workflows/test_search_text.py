@@ -1,0 +1,81 @@
+"""Searching a corpus with a student, beside sentence-transformers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
+from minilm_cache.train.folder import RunFolder
+from minilm_cache.train.record import load_record
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import WORDS, World, save_teacher
+
+TEXTS = [" ".join(WORDS[number : number + 4]) for number in range(14)]
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    folder = save_teacher(tmp_path / "encoder", hidden_size=64)
+    save_encoder(folder, "mean", width=64, max_length=64)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(TEXTS))
+    return file
+
+
+@pytest.mark.parametrize("prompts", [{}, {"query": f"{WORDS[1]} ", "document": f"{WORDS[2]} {WORDS[3]} "}])
+def test_the_nearest_texts_are_those_of_sentence_transformers(
+    encoder: Path, corpus: Path, command: Command, prompts: dict[str, str]
+) -> None:
+    if prompts:
+        content = {"prompts": prompts, "default_prompt_name": None}
+        (encoder / PROMPTS_FILE).write_text(json.dumps(content))
+    questions = [TEXTS[3], f"{WORDS[0]} {WORDS[9]}"]
+    code, out, err = command("search-text", encoder, *questions, "--corpus", corpus, "--top", 4, "--json")
+    assert code == 0, err
+    model = SentenceTransformer(str(encoder), device="cpu")
+    scores = model.encode_query(questions) @ model.encode_document(TEXTS).T
+    for found, row in zip(json.loads(out)["questions"], scores, strict=True):
+        nearest = np.argsort(-row)[:4]
+        assert [each["number"] for each in found["found"]] == nearest.tolist()
+        assert [each["score"] for each in found["found"]] == pytest.approx(row[nearest].tolist(), abs=1e-5)
+        assert [each["text"] for each in found["found"]] == [TEXTS[number] for number in nearest]
+
+
+def test_a_run_stands_for_its_best_student(world: World, encoder: Path, command: Command) -> None:
+    world = replace(world, teacher=encoder)
+    world.dump(codec="none", pooled=True, packing="records")
+    run = world.root / "run"
+    shapes = ("--arch", "1x16", "--arch", "2x64")
+    trained = command(
+        "train", world.root / "cache", *shapes, "--steps", 2, "--objective", "embedding", "--out", run
+    )
+    assert trained[0] in (0, 1), trained[2]
+    losses = {each.arch: each.loss_after or 0 for each in load_record(run).students}
+    best = RunFolder(path=run).student(min(losses, key=lambda arch: losses[arch]))
+    asked = (TEXTS[2], "--corpus", world.corpus, "--max-texts", 9, "--json")
+    code, out, err = command("search-text", run, *asked)
+    assert code == 0, err
+    assert "searching the first 9 of" in err
+    assert out == command("search-text", best, *asked)[1]
+
+
+def test_mistakes(encoder: Path, corpus: Path, command: Command, tmp_path: Path) -> None:
+    plain = save_teacher(tmp_path / "plain")
+    asked = ("--corpus", corpus)
+    command.fails("search-text", encoder, " ", *asked, code=2, says="give a question")
+    command.fails("search-text", tmp_path / "no", "ba", *asked, code=1, says="no")
+    command.fails(
+        "search-text", encoder, "ba", "--corpus", tmp_path / "no.txt", code=1, says="does not exist"
+    )
+    command.fails("search-text", plain, "ba", *asked, code=2, says="pool")
+    assert command("search-text", encoder, "ba", *asked)[0] == 0
