@@ -18,6 +18,8 @@ COPIED = (
     *(
         "docs/**/*.md",
         "docs/*.ipynb",
+        "docs/*.svg",
+        "docs/site.css",
         "storage_schema/SPEC.md",
         "benchmarks/README.md",
         "benchmarks/results/*",

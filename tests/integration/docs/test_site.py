@@ -1,5 +1,6 @@
 """The notebook runs, and the site is built without a warning."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,12 @@ def test_the_site_is_built_without_a_warning() -> None:
         assert (ROOT / f"build/site/{page}.html").is_file()
     assert "--matryoshka" in (ROOT / "build/site/docs/cli/index.html").read_text()
     assert "train_students" in (ROOT / "build/site/docs/api/index.html").read_text()
+    site = ROOT / "build/site"
+    for written in site.rglob("*.html"):
+        for place in re.findall(r'(?:<img[^>]* src|<link[^>]* href)="([^":#?]+)', written.read_text()):
+            target = (
+                site / place.removeprefix("/minilm-cache/")
+                if place.startswith("/")
+                else written.parent / place
+            )
+            assert target.resolve().exists(), f"{written}: {place} is not there"
