@@ -46,7 +46,13 @@ from minilm_cache.train.resume import (
     refuse_beginning,
 )
 from minilm_cache.train.sampler import StepPlan, plan_steps
-from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
+from minilm_cache.train.setup import (
+    build_trainers,
+    fit_objectives,
+    larger_than_teacher,
+    num_steps,
+    student_shapes,
+)
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage, student_vocabulary
@@ -174,7 +180,7 @@ def _train(
     )
     refuse_beginning(path, config, beginnings=beginnings, resume=resume)
     session.progress.note(_run_in_words(path, config, objective=objective, steps=steps))
-    for line in beginnings.in_words:
+    for line in (*beginnings.in_words, *larger_than_teacher(shapes, cache)):
         session.progress.note(line)
     ranks.refuse_difference("what students begin with", beginnings.name)
     teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)

@@ -14,7 +14,14 @@ from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import free_bytes
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.student import build_student, class_names, shape_config, student_config
+from minilm_cache.models.student import (
+    build_student,
+    class_names,
+    model_size,
+    shape_config,
+    student_config,
+    teacher_config,
+)
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model
 from minilm_cache.objectives.check import Objective
@@ -108,6 +115,28 @@ def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentSha
             compares_heads=config.spec.compares_heads,
         )
         for arch in config.arch
+    ]
+
+
+def larger_than_teacher(shapes: Sequence[StudentShape], cache: Cache) -> list[str]:
+    """Return a sentence for each student that has more weights than the teacher, without its full stop.
+
+    Args:
+        shapes: shapes of the students.
+        cache: cache that they learn from.
+    """
+    manifest, document = cache.manifest, cache.reader.attachment(TEACHER_CONFIG)
+    length = manifest.identity.packing.max_length
+    weights = model_size(teacher_config(document, manifest), length).num_parameters
+    sizes = {
+        shape.arch: model_size(student_config(shape, document, manifest), length).num_parameters
+        for shape in shapes
+    }
+    return [
+        f"{arch} has {size / weights:.1f} times the weights of its teacher, so each step costs more than the "
+        "teacher's own pass, and a student learns no more than what its teacher knows"
+        for arch, size in sizes.items()
+        if size > weights
     ]
 
 

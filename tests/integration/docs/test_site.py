@@ -49,11 +49,9 @@ def test_the_site_is_built_without_a_warning() -> None:
     assert "--matryoshka" in (ROOT / "build/site/docs/cli/index.html").read_text()
     assert "train_students" in (ROOT / "build/site/docs/api/index.html").read_text()
     site = ROOT / "build/site"
+    link = re.compile(r'(?:<img[^>]* src|<link[^>]* href)="(?!https?:|data:)([^"#?]+)')
     for written in site.rglob("*.html"):
-        for place in re.findall(r'(?:<img[^>]* src|<link[^>]* href)="([^":#?]+)', written.read_text()):
-            target = (
-                site / place.removeprefix("/minilm-cache/")
-                if place.startswith("/")
-                else written.parent / place
-            )
+        for place in link.findall(written.read_text()):
+            folder = site if place.startswith("/") else written.parent
+            target = folder / place.removeprefix("/minilm-cache/")
             assert target.resolve().exists(), f"{written}: {place} is not there"

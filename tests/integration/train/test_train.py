@@ -36,6 +36,7 @@ from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import num_steps
 from tests.support import TINY, World, save_teacher, tiny_model
 from tests.unit.models.test_tap import with_attention
+from tests.unit.store.support import Recorder
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
@@ -309,3 +310,12 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
         found, expected = own(reading, left), own(reading, right)
         for kind in KINDS:
             torch.testing.assert_close(found[kind], expected[kind], atol=2e-3, rtol=2e-3)
+
+
+def test_a_student_larger_than_its_teacher_is_named(world: World) -> None:
+    world.dump()
+    progress = Recorder()
+    config = settings(arch=("4x64:ff256", "1x32"), steps=1)
+    train_students(config, world.root / "cache", session=Session(world.home, progress=progress))
+    (note,) = [note for note in progress.notes if "times the weights of its teacher" in note]
+    assert note.startswith("4x64:ff256 has ")
