@@ -317,7 +317,7 @@ def task_stages() -> str:
     rows = []
     for task, found in tasks.items():
         metric = next(iter(found["scores"]["teacher"]))
-        labelled = f"{found['labelled']:,} of {found['texts']:,}"
+        labelled = f"{min(found['labelled'], found['texts']):,} of {found['texts']:,}"
         rows.append(
             [f"{task}, {metric}", labelled, *(f"{found['scores'][name][metric]:.1f}" for name in names)]
         )
