@@ -85,8 +85,11 @@ def _print(result: "DemoResult") -> None:
             "run": result.train.path,
             "ask more": shlex.join([program, "search-text", folder, "open a file"]),
             "what it learned": shlex.join([program, "info", folder]),
-            "another student": shlex.join(
-                [program, "train", str(result.dump.path), "--objective", "embedding", "--arch", "2x384"]
+            "closer students, in three times the minutes": shlex.join(
+                [
+                    *(program, "train", str(result.dump.path), "--objective", "embedding"),
+                    *("--steps", "300", "--arch", "3x384", "--arch", "3x192"),
+                ]
             ),
             "a file to ship": shlex.join(
                 [program, "export-model", str(searchers[1].path), "--onnx", "--int8", "--out", "shipped"]
