@@ -36,11 +36,11 @@ train nosuch.cache --arch 3x384
 train folder --arch 3x384
 train s3:/bucket/x --arch 3x384
 train notes.cache --arch 3x38q
-train notes.cache --arch 3x200
+train notes.cache --arch 3x200 --objective embedding
 train notes.cache --arch 3x384 --objective embeding
 train notes.cache --arch 3x384 --steps 1 --epochs 2
 train notes.cache --arch 3x384 --objective minilm
-train notes.cache --arch 3x384 --init nosuch
+train notes.cache --arch 3x384 --objective embedding --init nosuch
 study wrong_key.yaml
 study wrong_shape.yaml
 study nosuch.yaml

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_text
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -130,6 +130,8 @@ def _refuse_missing(given: Given, dump: Given, arch: Sequence[str], *, document:
     if not TaskStageConfig.model_fields.keys() & given.keys():
         teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
         refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
+        if corpus is not None:
+            refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:

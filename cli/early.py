@@ -79,7 +79,7 @@ def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | Non
         return
     from minilm_cache.corpus.pairs import PairColumns, read_pairs  # noqa: PLC0415 - takes a second
 
-    next(read_pairs(files[0], PairColumns.of(pair_columns)), None)
+    next(read_pairs(files[0], PairColumns.of(pair_columns).seen_in(files[0])), None)
 
 
 def refuse_no_columns(config: EvaluateConfig) -> None:
@@ -92,8 +92,14 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
             check_own_columns(Path(name), config)
 
 
-def refuse_unserved(config: TrainConfig, cache: str | Path) -> None:
-    """Raise InvalidConfigError for what the manifest of a cache of this machine says that it cannot serve."""
+def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool = True) -> None:
+    """Raise InvalidConfigError for what the manifest of a cache of this machine says that it cannot serve.
+
+    Args:
+        config: settings of the training.
+        cache: folder of the cache; URLs are not asked.
+        has_shapes: whether the shapes are those that will be trained.
+    """
     refuse_no_beginning(config.init)
     if is_url(str(cache)):
         return
@@ -104,7 +110,7 @@ def refuse_unserved(config: TrainConfig, cache: str | Path) -> None:
         check_codec(each, identity.codec.name)
         held = () if identity.states is None else identity.states.names
         check_pooled(each, is_held=POOLED in held)
-    if config.init_teacher is None:  # shapes of a donor have its heads
+    if has_shapes and config.init_teacher is None:  # shapes of a donor have its heads
         split = split_into(config.objective, config.relation_heads, identity.relation_heads)
         for arch in config.arch:
             compares = config.spec.compares_heads

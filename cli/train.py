@@ -20,6 +20,7 @@ from minilm_cache.cli.options import (
 )
 from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
+from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.config import TrainConfig, describe_preset, with_preset
 from minilm_cache.train.record import StudentRecord
 from minilm_cache.wording import counted
@@ -73,7 +74,7 @@ def train(
     if json:
         print_json(_document(result, str(place)))
     else:
-        _print(result)
+        _print(result, str(place))
     _end_if_worse(result)
 
 
@@ -94,7 +95,7 @@ def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
     }
 
 
-def _print(result: "TrainResult") -> None:
+def _print(result: "TrainResult", place: str) -> None:
     record = result.record
     rate = "" if result.tokens_per_s is None else f", {result.tokens_per_s:,.0f} tokens/s"
     print_pairs(
@@ -103,7 +104,10 @@ def _print(result: "TrainResult") -> None:
     )
     students_table(record.students, record.identity)
     if not _worse(result):
-        print_pairs({"next": f"minilm-cache report {shlex.quote(str(result.path))} --out report.html"})
+        # A report opens no URL that a run names: whoever runs it says that it is trusted.
+        cache = ["--cache", without_secrets(place)] if is_url(place) else []
+        report = shlex.join(["minilm-cache", "report", str(result.path), *cache, "--out", "report.html"])
+        print_pairs({"next": report})
 
 
 def _worse(result: "TrainResult") -> list[str]:

@@ -92,6 +92,9 @@ def compare_retrieval(
     data = read_own_data(config.retrieval)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
+    session.progress.note(
+        f"{config.retrieval}: {len(data.queries):,} queries, searched in {len(data.documents):,} texts"
+    )
     session.progress.start("embed", len(models) * (len(data.queries) + len(data.documents)), "texts")
     found: list[RetrievalScores] = []
     index: Vectors | None = None

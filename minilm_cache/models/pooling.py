@@ -464,14 +464,9 @@ class SentenceModel:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
             InvalidConfigError: the folder does not say how it pools.
         """
-        self._encoder = SentenceEncoder.load(folder)
+        self._encoder, self._folder = SentenceEncoder.load(folder), folder
         self._tokenizer = load_tokenizer(folder, has_ends=False)
         self._max_length, self._prompts = max_length, read_prompts(folder)
-        if any(self._prompts.by_name.values()) and not self._encoder.pooler.includes_prompt:
-            raise TeacherError(
-                f"{folder} leaves the tokens of its prompt out of its pooling (include_prompt), which is not "
-                "done here. Take another model."
-            )
 
     @property
     def num_parameters(self) -> int:
@@ -489,8 +484,16 @@ class SentenceModel:
             batch_size: texts of a forward pass.
             role: what the texts are for, `query` or `document`, whose prompt they get if the model has one.
                 None means the prompt that every text gets.
+
+        Raises:
+            TeacherError: the prompt's tokens are left out of its pooling.
         """
-        prompt = self._prompts.by_name.get(role or "") or self._prompts.of_every_text
+        prompt = self._prompts.by_name.get(role or "", self._prompts.of_every_text)
+        if prompt and not self._encoder.pooler.includes_prompt:
+            raise TeacherError(
+                f"{self._folder} leaves the tokens of its prompt out of its pooling (include_prompt), which "
+                "is not done here. Take another model."
+            )
         prompted = [prompt + text for text in texts]
         ids = self._tokenizer(prompted, truncation=True, max_length=self._max_length)["input_ids"]
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))

@@ -2,7 +2,11 @@
 // Charts: Vega draws each description; `ast` interprets its expressions instead of running them as code.
 for (const source of document.querySelectorAll("script.spec")) {
   const options = { actions: false, ast: true, renderer: "svg" };
-  window.vegaEmbed(source.previousElementSibling, JSON.parse(source.textContent), options);
+  try {
+    window.vegaEmbed(source.previousElementSibling, JSON.parse(source.textContent), options);
+  } catch (error) {
+    source.previousElementSibling.textContent = `This chart cannot be drawn: ${error.message}`;
+  }
 }
 // Attention maps: teacher and students side by side. One byte is 255 times the root of a probability.
 (() => {

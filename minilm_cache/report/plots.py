@@ -4,10 +4,12 @@ Vega-Altair describes them, and Vega draws them: with hover, a legend that can b
 choose an objective, a cache or a seed. Nothing in a name is ever read as an expression.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, Final
 
 import altair as alt
@@ -37,6 +39,7 @@ _CELL: Final = 34
 _TOKEN: Final = 12
 """Width and height of a cell of a table of layers and of a map of tokens, in pixels."""
 _KL: Final = "held-out KL, summed (nats)"
+_CLOSENESS: Final = "held-out KL, summed (nats), or loss"
 _INK: Final = "currentColor"
 """Colour of text and axes: that of the text around the picture, and black in a notebook."""
 _VEGA_LITE: Final = alt.SCHEMA_VERSION.rpartition(".")[0].removeprefix("v")
@@ -71,6 +74,10 @@ class Picture:
         )  # it takes longer than all else; tests draw them
         return spec
 
+    def save(self, file: str | Path) -> None:
+        """Write the picture as a PNG."""
+        Path(file).write_bytes(self._repr_png_())
+
     def _repr_png_(self) -> bytes:
         spec = self.spec
         spec |= {"background": "white"} | ({"width": _WIDTH} if spec.get("width") == "container" else {})
@@ -102,9 +109,11 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Picture:
                 "seed": seed_of(run, student),
             }
             points = zip(losses["step"].to_pylist(), losses["nats"].to_pylist(), strict=True)
-            rows += [{**names, "step": step, "training": loss} for step, loss in points]
             looks = _held_out_losses(run, student, logged).items()
-            rows += [{**names, "step": step, "held out": loss} for step, loss in looks]
+            for kind, found in (("training", points), ("held out", looks)):
+                # A logarithmic axis has no place for 0 and below, nor has JSON a word for infinity.
+                shown = [(step, loss) for step, loss in found if 0 < loss < math.inf]
+                rows += [{**names, "step": step, kind: loss} for step, loss in shown]
     all_kls = all(run.record.identity.spec.is_relational for run in runs)
     title = "loss (nats)" if all_kls else "loss"
     clicked = alt.selection_point(fields=["student"], bind="legend")
@@ -134,11 +143,10 @@ def tradeoff_figure(students: pa.Table) -> Picture:
 
     Closeness is the held-out KL, or where no student has one, the held-out loss of its objective.
     """
-    column = _closeness(students)
-    title = "held-out loss" if column == "held_out_loss" else _KL
+    found = _with_closeness(students)
     rows = [
         _named(row, column) | {"speed": row["speedup"], "closeness": row[column], "label": ""}
-        for row in _with(students, column)
+        for row, column in found
     ]
     best: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
@@ -148,7 +156,7 @@ def tradeoff_figure(students: pa.Table) -> Picture:
         row["label"] = row["shape"]
     base = alt.Chart(_data(rows)).encode(
         x=alt.X("speed:Q", title="tokens per second of inference, teacher = 1").scale(zero=False, padding=30),
-        y=alt.Y("closeness:Q", title=title).scale(zero=False, padding=20),
+        y=alt.Y("closeness:Q", title=_CLOSENESS).scale(zero=False, padding=20),
     )
     points = base.mark_point(filled=True, opacity=0.75).encode(
         size=alt.Size("parameters:Q", legend=None).scale(range=[30, 300]),
@@ -167,10 +175,10 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
         students: table of students (`report.tables.students_table`).
         dense_bytes_per_token: bytes per token of both relations in float16 without a codec, drawn as a line.
     """
-    column = _closeness(students)
     rows = [
-        _named(row, column) | {"bytes": row["read_bytes_per_token"], "KL": row[column]}
-        for row in _with(students, column)
+        _named(row, column) | {"bytes": row["needed_bytes_per_token"], "KL": row[column]}
+        for row, column in _with_closeness(students)
+        if column != "held_out_loss" and row["needed_bytes_per_token"]
     ]
     for row in rows:
         row["student"] = f"{row['shape']}, {row['objective']}"
@@ -352,9 +360,18 @@ def _tooltip(rows: Rows, without: Sequence[str] = ()) -> list[alt.Tooltip]:
     ]
 
 
-def _closeness(students: pa.Table) -> str:
-    """Return the column that students of several objectives can be compared by, as far as there is one."""
-    return next((name for name in ("kl_common", "kl_sum") if _with(students, name)), "held_out_loss")
+def _with_closeness(students: pa.Table) -> list[tuple[dict[str, Any], str]]:
+    """Return students with the column that says how close they are: the first of these that has a value.
+
+    Rows of different columns are never drawn together, as their measures have different names.
+    """
+    found = []
+    for row in students.to_pylist():
+        values = {name: row[name] for name in ("kl_common", "kl_sum", "held_out_loss")}
+        column = next((name for name, value in values.items() if value is not None), None)
+        if column is not None and math.isfinite(values[column]):
+            found.append((row, column))
+    return found
 
 
 def _named(row: Mapping[str, Any], column: str) -> dict[str, Any]:
@@ -372,9 +389,3 @@ def _measure(row: Mapping[str, Any], column: str) -> str:
     if column == "kl_common":
         return f"KL of attention + value{to}"
     return f"KL of {' + '.join(kind for kind, of in KL_COLUMNS.items() if row[of] is not None)}{to}"
-
-
-def _with(students: pa.Table, column: str) -> list[dict[str, Any]]:
-    """Return the rows of students that have a value in a column."""
-    rows: list[dict[str, Any]] = students.to_pylist()
-    return [row for row in rows if row[column] is not None]

@@ -15,6 +15,7 @@ from minilm_cache.models.student import student_config, teacher_config
 from minilm_cache.objectives.check import Objective, choose_objective, live_objective
 from minilm_cache.objectives.config import ObjectiveConfig, split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, runs_of
 from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, load_record
@@ -198,20 +199,26 @@ class TrainedRun(Described):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per token of what its objective needs of the cache, which may hold more for others.
+        """Bytes per token of what a cache for its objective alone must hold, of the layers that this one has.
 
-        Token ids are counted where it needs relations.
+        Caches that it was trained from besides (`--also`) are not counted.
         """
-        identity, measured = self.record.identity, self.cache.manifest.measured
+        needs, measured = self.record.identity.spec.needs, self.cache.manifest.measured
         assert measured is not None
-        settings = identity.model_dump(include=set(ObjectiveConfig.model_fields))
-        wanted = choose_objective(
-            ObjectiveConfig.model_validate(settings), self.cache, arch=identity.arch
-        ).wanted
-        folders = {name.folder for name in wanted.signals}
+        asked = {
+            POOLED.folder: needs.pooled,
+            LABELS.folder: needs.labels,
+            LOGITS.folder: needs.logits,
+            SignalName(StateFamily.HIDDEN).folder: needs.hidden is not None,
+            SignalName(StateFamily.MASKED).folder: needs.masked_hidden is not None,
+            SignalName(StateFamily.FIRST).folder: needs.first is not None,
+            **{SignalName(name).folder: True for name in needs.signals},
+        }
+        folders = {folder.removesuffix("/0") for folder, is_asked in asked.items() if is_asked}
         sizes = {state.path: state.bytes_per_token for state in measured.states or ()}
-        relations = measured.bytes_per_token - sum(sizes.values()) if wanted.kinds or wanted.vectors else 0.0
-        return relations + sum(size for path, size in sizes.items() if path in folders)
+        relations = measured.bytes_per_token - sum(sizes.values())
+        states = sum(size for path, size in sizes.items() if {path, path.rpartition("/")[0]} & folders)
+        return states + (relations if needs.relations or needs.vectors else 0.0)
 
     @property
     def length(self) -> int:

@@ -58,7 +58,7 @@ STUDENTS: Final = pa.schema(
         ("cache", pa.string()),
         ("codec", pa.string()),
         ("cache_bytes_per_token", pa.float64()),
-        ("read_bytes_per_token", pa.float64()),
+        ("needed_bytes_per_token", pa.float64()),
         ("objective", pa.string()),
         ("arch", pa.string()),
         ("init", pa.string()),
@@ -85,7 +85,7 @@ STUDENTS: Final = pa.schema(
         ("cost", pa.float64()),
     ]
 )
-"""One row for each student. `read_bytes_per_token` is the part of the cache that its objective needs.
+"""One row for each student. `needed_bytes_per_token` is the part of the cache that its objective needs.
 
 `kl_sum` adds the relations that its objective learned, and `kl_common` those by which students of all
 objectives are compared: attention and value at the teacher's heads. `bytes_read` and `train_s` are those of
@@ -218,7 +218,7 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
-        "read_bytes_per_token": run.bytes_per_token,
+        "needed_bytes_per_token": run.bytes_per_token,
         "objective": identity.in_words(),
         "steps": identity.steps,
         "students_in_pass": len(identity.arch),
@@ -307,7 +307,7 @@ def summary_table(students: pa.Table) -> pa.Table:
         "codec",
         "init",
         "cache_bytes_per_token",
-        "read_bytes_per_token",
+        "needed_bytes_per_token",
         "flops_per_token",
         "num_parameters",
     ]

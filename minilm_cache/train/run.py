@@ -180,7 +180,7 @@ def _train(
     )
     refuse_beginning(path, config, beginnings=beginnings, resume=resume)
     session.progress.note(_run_in_words(path, config, objective=objective, steps=steps))
-    for line in (*beginnings.in_words, *larger_than_teacher(shapes, cache)):
+    for line in (*beginnings.in_words, *larger_than_teacher(config, shapes, cache)):
         session.progress.note(line)
     ranks.refuse_difference("what students begin with", beginnings.name)
     teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)

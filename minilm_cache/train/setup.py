@@ -118,13 +118,16 @@ def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentSha
     ]
 
 
-def larger_than_teacher(shapes: Sequence[StudentShape], cache: Cache) -> list[str]:
+def larger_than_teacher(config: TrainConfig, shapes: Sequence[StudentShape], cache: Cache) -> list[str]:
     """Return a sentence for each student that has more weights than the teacher, without its full stop.
 
     Args:
+        config: settings of the run. Students with another table of words than the teacher's are not compared.
         shapes: shapes of the students.
         cache: cache that they learn from.
     """
+    if config.vocab is not None or config.init_teacher is not None:
+        return []
     manifest, document = cache.manifest, cache.reader.attachment(TEACHER_CONFIG)
     length = manifest.identity.packing.max_length
     weights = model_size(teacher_config(document, manifest), length).num_parameters

@@ -6,6 +6,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.request import url2pathname
 
 from filelock import FileLock, Timeout
 
@@ -19,6 +20,7 @@ from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs
 from minilm_cache.train.record import load_record
 
 _MARK: Final = ".being-removed"
+_FILE: Final = "file://"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ def find_removal(name: str, home: Path) -> Removal:
         InvalidConfigError: the folder is neither.
         StorageError: a store cannot be reached.
     """
+    if name.startswith(_FILE):  # a folder of this machine, with its locks and its runs
+        name = url2pathname(name.removeprefix(_FILE))
     if is_url(name):
         return _find_remote(name, home)
     places = [Path(name), home / "caches" / name, home / "runs" / name]
@@ -71,12 +75,17 @@ def find_removal(name: str, home: Path) -> Removal:
 def _find_remote(url: str, home: Path) -> Removal:
     folder = open_store(url)
     sizes = folder.sizes()
+    below = next((name for name in sizes if name.endswith(f"/{MANIFEST}")), None)
+    if below is not None:
+        raise InvalidConfigError(
+            f"{folder.url} holds another cache, {below.removesuffix(f'/{MANIFEST}')}. Remove that one first."
+        )
     if not {MANIFEST, BEGUN, _MARK} & sizes.keys():
         raise CacheNotFoundError(
             f"no cache at {folder.url}, complete or begun. `minilm-cache ls STORE` lists those of a store."
         )
     needed_by = tuple(run for run, places in _runs(home / "runs") if url.rstrip("/") in places)
-    is_unfinished = not {MANIFEST, _MARK} & sizes.keys()
+    is_unfinished = BEGUN in sizes and MANIFEST not in sizes
     return Removal(
         path=folder, num_bytes=sum(sizes.values()), needed_by=needed_by, is_unfinished=is_unfinished
     )

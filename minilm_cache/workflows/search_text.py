@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
+from minilm_cache.models.prompts import read_similarity
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import load_record
@@ -55,7 +58,15 @@ def search_texts(
         raise InvalidConfigError(
             "give a question in quotes, like: minilm-cache search-text mini 'open a file'"
         )
-    encoder = SentenceModel(_folder(model, config.revision), config.max_length)
+    folder = _folder(model, config.revision)
+    if is_run(Path(model)):
+        session.progress.note(f"searching with {folder.name}, the best student of {model}")
+    if not (folder / "modules.json").is_file():
+        raise InvalidConfigError(
+            f"{model} gives no vectors of texts. Train a student with --objective embedding, or name a "
+            "sentence encoder, which has a modules.json."
+        )
+    encoder, has_units = SentenceModel(folder, config.max_length), read_similarity(folder) != "dot"
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
     texts = list(islice(corpus.texts(), config.max_texts))
     if len(texts) < len(corpus.documents):
@@ -66,9 +77,9 @@ def search_texts(
         if session.should_stop():
             raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
         part = texts[first : first + _PART]
-        parts.append(encoder.encode(part, role="document"))
+        parts.append(_scaled(encoder.encode(part, role="document"), has_units=has_units))
         session.progress.advance(len(part))
-    scores = encoder.encode(questions, role="query") @ torch.cat(parts).T
+    scores = _scaled(encoder.encode(questions, role="query"), has_units=has_units) @ torch.cat(parts).T
     best = scores.topk(min(config.top, len(texts)))
     return [
         [
@@ -77,6 +88,10 @@ def search_texts(
         ]
         for row, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
+
+
+def _scaled(vectors: Tensor, *, has_units: bool) -> Tensor:
+    return F.normalize(vectors, dim=1) if has_units else vectors
 
 
 def _folder(model: str, revision: str | None) -> Path:

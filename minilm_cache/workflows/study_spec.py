@@ -296,7 +296,9 @@ def _assistants(
         )
     assistants = []
     for name, arch in product(dict.fromkeys(each.cache for each in fitting), document.assistants):
-        first = next(each for each in fitting if each.cache == name)
+        of_cache = [each for each in fitting if each.cache == name]
+        # An assistant that learned relations alone has no vectors of texts for others to learn.
+        first = next((each for each in of_cache if each.config.spec.needs.pooled), of_cache[0])
         values = {**dict(first.config), "arch": (arch,)}
         config = source.check(TrainConfig, values, {"": ("assistants",)})
         training = replace(first, label=f"{first.label}-assistant", config=config)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minilm_cache.cli.early import refuse_no_text
 from tests.support import World, save_teacher, write_corpus
 
 SLOW = ("torch", "transformers", "datasets", "pyarrow")
@@ -106,3 +107,13 @@ def test_a_mistake_shows_before_torch_is_there(folder: Path) -> None:
         assert says in lines[0]
         assert code in (1, 2)
         assert imported == [] or (mistake in READ and not {"torch", "transformers"} & {*imported}), mistake
+
+
+def test_what_can_be_read_is_not_refused(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text('{"query": "ba", "documents": ["be", "bi"]}\n{"query": "bo", "documents": ["bu"]}\n')
+    refuse_no_text(str(groups), None, "query,documents")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "later.jsonl").write_text('{"title": "ba"}\n{"body": "be", "title": null}\n')
+    refuse_no_text(str(tmp_path / "later.jsonl"), "title+body")
+    refuse_no_text(str(tmp_path), "query")

@@ -129,10 +129,10 @@ def test_a_cache_of_a_store_is_removed(
 
 
 def test_an_interrupted_removal_of_a_store_goes_on(
-    world: World, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.dump()
-    url = json.loads(command("push", world.root / "cache", (tmp_path / "s").as_uri(), "--json")[1])["url"]
+    url = json.loads(command("push", world.root / "cache", store, "--json")[1])["url"]
     stopped = RemoteFolder.remove
 
     def once(folder: RemoteFolder, names: list[str]) -> None:
@@ -147,9 +147,28 @@ def test_an_interrupted_removal_of_a_store_goes_on(
     assert open_store(url).sizes() == {}
 
 
-def test_what_others_may_write_in_a_store_is_kept(command: Command, tmp_path: Path) -> None:
-    folder = open_store((tmp_path / "s").as_uri()).below("begun")
+def test_what_others_may_write_in_a_store_is_kept(command: Command, store: str) -> None:
+    folder = open_store(store).below("begun")
     folder.write(BEGUN, b"{}")
+    folder.write(".being-removed", b"")  # of an interrupted removal, after which a new dump has begun
     command.fails("rm", folder.url, "--yes", code=2, says=("is unfinished", "--force"))
     assert command("rm", folder.url, "--yes", "--force")[0] == 0
     assert folder.sizes() == {}
+
+
+def test_a_url_of_a_folder_is_the_folder(world: World, run: Path, command: Command) -> None:
+    """What protects a folder protects it under its other name, too."""
+    url = (world.root / "cache").as_uri()
+    command.fails("rm", url, "--yes", code=2, says=("is needed by", run.name))
+    assert command("rm", url, run, "--yes")[0] == 0
+    assert not (world.root / "cache").exists()
+
+
+def test_a_cache_below_another_is_kept(world: World, command: Command, store: str) -> None:
+    world.dump()
+    url = json.loads(command("push", world.root / "cache", store, "--json")[1])["url"]
+    below = json.loads(command("push", world.root / "cache", f"{url}/v2", "--json")[1])["url"]
+    command.fails("rm", url, "--yes", code=2, says=("holds another cache", "v2"))
+    assert command("rm", below, "--yes")[0] == 0
+    assert command("rm", url, "--yes")[0] == 0
+    assert open_store(url).sizes() == {}

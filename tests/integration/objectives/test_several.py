@@ -18,6 +18,7 @@ from minilm_cache.models.pooling import SentencePooler, projection_to
 from minilm_cache.objectives.several import other_teachers
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import students_table
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.workflows.chain_plan import read_chain
@@ -111,6 +112,7 @@ def test_a_student_of_two_teachers_learns_and_opens(world: World, loss: tuple[st
     np.testing.assert_allclose(np.linalg.norm(encoded, axis=1), 1, atol=1e-5)
     assert "of another teacher over the same texts" in (folder / "README.md").read_text()
     assert f"--also {also[0]}" in train_command(TrainedRun.open(run.path))
+    assert students_table([TrainedRun.open(run.path)])["needed_bytes_per_token"][0].as_py() > 0
 
 
 def test_such_a_run_resumes_and_differs_from_one_without(world: World) -> None:

@@ -16,7 +16,7 @@ from minilm_cache.report.plots import Picture, curves_figure, storage_figure, tr
 from minilm_cache.report.provenance import dump_command, train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import ComparedStudent, relation_agreement
-from minilm_cache.report.tables import STUDENTS
+from minilm_cache.report.tables import STUDENTS, students_table
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import read_manifest
@@ -74,12 +74,38 @@ def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> 
         assert height > 3 * sum(looks[step][name] for name in WEIGHTS)
 
 
+@pytest.mark.parametrize("objectives", [("minilm=1", "hidden-mse=1"), ("distilbert",)])
+def test_joint_objectives_are_reported(words: World, tmp_path: Path, objectives: tuple[str, ...]) -> None:
+    """What a run derived from its objective is not asked of it a second time."""
+    recipe = TrainConfig(arch=("2x32",), objective=objectives, steps=2, batch_size=4, device="cpu")
+    train_students(recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home))
+    (row,) = students_table([TrainedRun.open(tmp_path / "run")]).to_pylist()
+    measured = read_manifest(words.root / "cache").measured
+    assert measured is not None
+    sizes = {state.path: state.bytes_per_token for state in measured.states or ()}
+    relations = measured.bytes_per_token - sum(sizes.values())
+    assert relations < row["needed_bytes_per_token"] < measured.bytes_per_token
+
+
+def test_losses_that_have_no_place_on_the_axis_are_left_out(words: World, tmp_path: Path) -> None:
+    recipe = TrainConfig(arch=("1x16",), steps=4, batch_size=4, device="cpu")
+    train_students(recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home))
+    log = tmp_path / "run/log.jsonl"
+    for step, loss in ((5, "NaN"), (6, "Infinity"), (7, "0.0"), (8, "-1e-6"), (9, "0.5")):
+        line = f'{{"step": {step}, "students": {{"1x16": {{"loss": {loss}}}}}}}\n'
+        log.write_text(log.read_text() + line)
+    drawn = rows_of(curves_figure([TrainedRun.open(tmp_path / "run")]))
+    steps = [row["step"] for row in drawn if "training" in row]
+    assert not {5, 6, 7, 8} & {*steps}
+    assert 9 in steps
+
+
 def student(cache: str, arch: str, **kls: float | None) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(STUDENTS.names)
     found = {f"kl_{kind}": value for kind, value in kls.items()}
     total = sum(value for value in kls.values() if value is not None)
     named = {"cache": cache, "arch": arch, "objective": "minilm", "kl_to": "teacher", "kl_sum": total}
-    sizes = {"num_parameters": 10, "speedup": 2.0, "read_bytes_per_token": 50.0}
+    sizes = {"num_parameters": 10, "speedup": 2.0, "needed_bytes_per_token": 50.0}
     return {**row, **named, **sizes, **found}
 
 

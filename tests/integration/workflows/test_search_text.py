@@ -32,18 +32,33 @@ def corpus(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("prompts", [{}, {"query": f"{WORDS[1]} ", "document": f"{WORDS[2]} {WORDS[3]} "}])
+@pytest.mark.parametrize(
+    ("prompts", "default", "normalize"),
+    [
+        ({}, None, True),
+        ({}, None, False),
+        ({"query": f"{WORDS[1]} ", "document": f"{WORDS[2]} {WORDS[3]} "}, None, True),
+        ({"query": "", "document": "", "other": f"{WORDS[1]} "}, "other", True),
+    ],
+)
 def test_the_nearest_texts_are_those_of_sentence_transformers(
-    encoder: Path, corpus: Path, command: Command, prompts: dict[str, str]
+    tmp_path: Path,
+    corpus: Path,
+    command: Command,
+    prompts: dict[str, str],
+    default: str | None,
+    normalize: bool,
 ) -> None:
+    encoder = save_teacher(tmp_path / "plain", hidden_size=64)
+    save_encoder(encoder, "mean", width=64, max_length=64, normalize=normalize)
     if prompts:
-        content = {"prompts": prompts, "default_prompt_name": None}
+        content = {"prompts": prompts, "default_prompt_name": default}
         (encoder / PROMPTS_FILE).write_text(json.dumps(content))
     questions = [TEXTS[3], f"{WORDS[0]} {WORDS[9]}"]
     code, out, err = command("search-text", encoder, *questions, "--corpus", corpus, "--top", 4, "--json")
     assert code == 0, err
     model = SentenceTransformer(str(encoder), device="cpu")
-    scores = model.encode_query(questions) @ model.encode_document(TEXTS).T
+    scores = model.similarity(model.encode_query(questions), model.encode_document(TEXTS)).numpy()
     for found, row in zip(json.loads(out)["questions"], scores, strict=True):
         nearest = np.argsort(-row)[:4]
         assert [each["number"] for each in found["found"]] == nearest.tolist()
@@ -77,5 +92,5 @@ def test_mistakes(encoder: Path, corpus: Path, command: Command, tmp_path: Path)
     command.fails(
         "search-text", encoder, "ba", "--corpus", tmp_path / "no.txt", code=1, says="does not exist"
     )
-    command.fails("search-text", plain, "ba", *asked, code=2, says="pool")
+    command.fails("search-text", plain, "ba", *asked, code=2, says="gives no vectors of texts")
     assert command("search-text", encoder, "ba", *asked)[0] == 0

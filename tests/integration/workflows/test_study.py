@@ -500,3 +500,14 @@ def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_pa
         )
         (only,) = read_study(tmp_path / "study.yaml").passes
         assert only.name == "a-minilm-s0-aba70a9a"
+
+
+@pytest.mark.parametrize("objectives", ["[minilm, embedding]", "[embedding, minilm]"])
+def test_an_assistant_gives_what_all_objectives_need(world: World, objectives: str) -> None:
+    """One that learned relations alone has no vectors of texts: the study failed in its middle."""
+    changes = {"caches": "\n  one: {codec: vectors, max_kl: 0.05}", "assistants": " [2x32]"}
+    study = read_study(document(world, objective=f" {objectives}", **changes))
+    (assistant,) = study.assistants
+    assert assistant.training.config.objective == "embedding"
+    learned = {planned.config.objective for planned in study.passes if planned.cache == assistant.name}
+    assert learned == {"minilm", "embedding"}
