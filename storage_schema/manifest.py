@@ -242,7 +242,7 @@ class CutText(StoredModel):
         """How much of the text is missing, for people."""
         noun = "text" if self.texts == 1 else "texts"
         share = 100 * self.tokens / self.of_tokens
-        return f"{share:.1f} % of the tokens, at the ends of {self.texts:,} {noun} longer than a sequence"
+        return f"{share:.1f} % of the tokens, at the ends of {self.texts:,} {noun} longer than --max-length"
 
 
 class CacheManifest(StoredDocument):

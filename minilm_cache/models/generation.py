@@ -364,8 +364,7 @@ class TextGenerator:
 
         Raises:
             InvalidConfigError: the texts are longer than the model has positions, are no list, or have more
-            than
-                two parts; or a pass has no text.
+                than two parts; or a pass has no text.
         """
         decoding = decoding or self.decoding
         if isinstance(texts, str) or any(isinstance(text, tuple) and len(text) > _PAIR for text in texts):
