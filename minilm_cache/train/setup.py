@@ -17,7 +17,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import (
     build_student,
     class_names,
-    model_size,
+    num_weights,
     shape_config,
     student_config,
     teacher_config,
@@ -128,18 +128,20 @@ def larger_than_teacher(config: TrainConfig, shapes: Sequence[StudentShape], cac
     """
     if config.vocab is not None or config.init_teacher is not None:
         return []
-    manifest, document = cache.manifest, cache.reader.attachment(TEACHER_CONFIG)
-    length = manifest.identity.packing.max_length
-    weights = model_size(teacher_config(document, manifest), length).num_parameters
-    sizes = {
-        shape.arch: model_size(student_config(shape, document, manifest), length).num_parameters
-        for shape in shapes
+    document = cache.reader.attachment(TEACHER_CONFIG)
+    teacher = teacher_config(document, cache.manifest)
+    # Weights are counted where a shape may have more of them: counting makes models.
+    depth, width = teacher.num_hidden_layers, teacher.hidden_size
+    larger = [shape for shape in shapes if shape.num_layers > depth or shape.hidden_size > width]
+    counts = {
+        shape.arch: num_weights(student_config(shape, document, cache.manifest), "eager") for shape in larger
     }
+    of_teacher = num_weights(teacher, "eager") if larger else 0
     return [
-        f"{arch} has {size / weights:.1f} times the weights of its teacher, so each step costs more than the "
-        "teacher's own pass, and a student learns no more than what its teacher knows"
-        for arch, size in sizes.items()
-        if size > weights
+        f"{arch} has {count / of_teacher:.1f} times the weights of its teacher, so each step costs more than "
+        "the teacher's own pass, and a student learns no more than what its teacher knows"
+        for arch, count in counts.items()
+        if count > of_teacher
     ]
 
 

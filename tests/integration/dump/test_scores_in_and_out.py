@@ -183,7 +183,7 @@ def test_what_is_wrong_with_scores_is_one_line(world: World, command: Command) -
     command.fails("import", file, *base, *COLUMNS, "--pooling", "cls", code=2, says="is about vectors")
     words = (*pairs, "--score-columns", "right_scores+none")
     command.fails("import", file, *base, *words, code=1, says="no column 'none'")
-    command.fails("import", world.root / "no.jsonl", *base, *COLUMNS, code=1, says="no.jsonl does not exist")
+    command.fails("import", world.root / "no.jsonl", *base, *COLUMNS, code=1, says="no.jsonl is not a file")
     assert not (world.root / "imported").exists()
     world.dump(codec="none", pooled=True, packing="records", pooling="mean")
     out = world.root / "out"
