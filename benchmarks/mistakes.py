@@ -8,6 +8,7 @@ lists the slow libraries that it had imported by then.
 
 import argparse
 import json
+import os
 import resource
 import shlex
 import subprocess
@@ -113,7 +114,8 @@ def _timed(line: str, home: Path) -> dict[str, Any]:
     """Return the seconds of a command, its exit code, its last line and the slow libraries it imported."""
     command = [sys.executable, "-c", _CHILD, ",".join(_SLOW), *shlex.split(line)]
     before, began = _processor_seconds(), time.perf_counter()
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
+    surroundings = {**os.environ, "MINILM_CACHE_HOME": "home"}
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False, env=surroundings)
     seconds, busy = time.perf_counter() - began, _processor_seconds() - before
     code, imported = json.loads((home / "imported.json").read_text())
     last = (done.stderr.strip().splitlines() or [""])[-1] if code else ""
