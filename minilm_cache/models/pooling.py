@@ -467,6 +467,7 @@ class SentenceModel:
         self._encoder, self._folder = SentenceEncoder.load(folder), folder
         self._tokenizer = load_tokenizer(folder, has_ends=False)
         self._max_length, self._prompts = max_length, read_prompts(folder)
+        self._has_units = read_similarity(folder) != "dot"
 
     @property
     def num_parameters(self) -> int:
@@ -479,6 +480,9 @@ class SentenceModel:
     ) -> Float[Tensor, "texts width"]:
         """Return the vectors of texts, in their order; texts of about the same length share a batch.
 
+        They have unit length, unless the folder says that their dot products are compared: the dot product of
+        two vectors is what the model compares them by.
+
         Args:
             texts: the texts.
             batch_size: texts of a forward pass.
@@ -488,7 +492,8 @@ class SentenceModel:
         Raises:
             TeacherError: the prompt's tokens are left out of its pooling.
         """
-        prompt = self._prompts.by_name.get(role or "", self._prompts.of_every_text)
+        default = self._prompts.of_every_text
+        prompt = default if role is None else self._prompts.by_name.get(role, default)
         if prompt and not self._encoder.pooler.includes_prompt:
             raise TeacherError(
                 f"{self._folder} leaves the tokens of its prompt out of its pooling (include_prompt), which "
@@ -503,4 +508,5 @@ class SentenceModel:
             inputs = Inputs.of(rows, self._tokenizer.pad_token_id)
             vectors += self._encoder(inputs.ids, inputs.valid.to(torch.int64)).unbind()
         places = torch.tensor(order).argsort()
-        return torch.stack(vectors)[places]
+        stacked = torch.stack(vectors)[places]
+        return F.normalize(stacked, dim=1) if self._has_units else stacked

@@ -69,9 +69,8 @@ class Picture:
             range=alt.RangeConfig(category=list(COLOURS)),
             view=alt.ViewConfig(stroke=None, continuousHeight=_HEIGHT),
         )
-        spec: dict[str, Any] = styled.to_dict(
-            validate=False
-        )  # it takes longer than all else; tests draw them
+        # Validation takes longer than all else; tests draw the charts.
+        spec: dict[str, Any] = styled.to_dict(validate=False)
         return spec
 
     def save(self, file: str | Path) -> None:

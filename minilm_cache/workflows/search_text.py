@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
-from minilm_cache.models.prompts import read_similarity
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import load_record
@@ -66,7 +63,7 @@ def search_texts(
             f"{model} gives no vectors of texts. Train a student with --objective embedding, or name a "
             "sentence encoder, which has a modules.json."
         )
-    encoder, has_units = SentenceModel(folder, config.max_length), read_similarity(folder) != "dot"
+    encoder = SentenceModel(folder, config.max_length)
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
     texts = list(islice(corpus.texts(), config.max_texts))
     if len(texts) < len(corpus.documents):
@@ -77,9 +74,9 @@ def search_texts(
         if session.should_stop():
             raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
         part = texts[first : first + _PART]
-        parts.append(_scaled(encoder.encode(part, role="document"), has_units=has_units))
+        parts.append(encoder.encode(part, role="document"))
         session.progress.advance(len(part))
-    scores = _scaled(encoder.encode(questions, role="query"), has_units=has_units) @ torch.cat(parts).T
+    scores = encoder.encode(questions, role="query") @ torch.cat(parts).T
     best = scores.topk(min(config.top, len(texts)))
     return [
         [
@@ -88,10 +85,6 @@ def search_texts(
         ]
         for row, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
-
-
-def _scaled(vectors: Tensor, *, has_units: bool) -> Tensor:
-    return F.normalize(vectors, dim=1) if has_units else vectors
 
 
 def _folder(model: str, revision: str | None) -> Path:
