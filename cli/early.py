@@ -5,13 +5,16 @@ They raise what the libraries' callers raise later, so that a mistake shows at o
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.evaluate.own_data import OwnDataPlaces, read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task, refuse_no_data
 from minilm_cache.models.arch import num_layers_of, parse_arch
-from minilm_cache.models.locate import locate_teacher, refuse_no_config
-from minilm_cache.objectives.config import check_codec, check_pooled, split_into
-from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
+from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
 from minilm_cache.store.durable import refuse_existing
 from minilm_cache.store.layout import refuse_no_cache
 from minilm_cache.store.urls import is_url
@@ -19,6 +22,9 @@ from minilm_cache.train.config import TrainConfig, refuse_no_beginning
 from minilm_cache.train.folder import is_run, runs_of
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.study_source import Source
+
+if TYPE_CHECKING:
+    from minilm_cache.workflows.study_spec import Study
 
 
 def refuse_missing(
@@ -92,6 +98,14 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
             check_own_columns(Path(name), config)
 
 
+def refuse_no_own_data(config: OwnDataPlaces) -> None:
+    """Raise CorpusError if retrieval data, or the texts beside them, are damaged or lack something."""
+    assert config.retrieval is not None
+    read_own_data(config.retrieval)
+    if config.corpus is not None:
+        refuse_no_text(config.corpus, config.text_column)
+
+
 def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool = True) -> None:
     """Raise InvalidConfigError for what the manifest of a cache of this machine says that it cannot serve.
 
@@ -108,13 +122,47 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
     identity = read_manifest(Path(cache)).identity
     for each in config.each:
         check_codec(each, identity.codec.name)
-        held = () if identity.states is None else identity.states.names
-        check_pooled(each, is_held=POOLED in held)
+        check_states(each, identity.states)
+    if config.teacher_layer is not None and (config.spec.is_relational or config.spec.needs.vectors):
+        wanted, codec = (config.teacher_layer,), identity.codec.name
+        check_layers(config, wanted, held=identity.layers, codec=codec, place=str(cache))
     if has_shapes and config.init_teacher is None:  # shapes of a donor have its heads
         split = split_into(config.objective, config.relation_heads, identity.relation_heads)
         for arch in config.arch:
             compares = config.spec.compares_heads
             parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
+
+
+def refuse_misshapen(study: "Study") -> None:
+    """Raise InvalidConfigError for a shape of a study that has not the heads of the study's teachers."""
+    for name, cache in study.caches.items():
+        if isinstance(cache, str) and is_url(cache):
+            continue
+        heads = _heads_of(cache)
+        if heads is None:
+            continue
+        for config in (planned.config for planned in study.passes if planned.cache == name):
+            if config.init_teacher is not None:  # shapes of a donor have its heads
+                continue
+            split = split_into(config.objective, config.relation_heads, heads)
+            for arch in config.arch:
+                try:
+                    parse_arch(arch, heads, split_into=split, compares_heads=config.spec.compares_heads)
+                except InvalidConfigError as error:
+                    place = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
+                    study.source.fail(place, str(error))
+
+
+def _heads_of(cache: DumpConfig | str) -> int | None:
+    """Return the attention heads of a cache's teacher. None means that only transformers can tell."""
+    if isinstance(cache, str):
+        from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+
+        return read_manifest(Path(cache)).identity.relation_heads
+    folder = locate_teacher(cache.teacher, cache.revision, without_weights=True).folder
+    refuse_no_config(folder)
+    heads = read_json(folder / CONFIG).get("num_attention_heads")
+    return heads if isinstance(heads, int) and heads > 0 else None
 
 
 def refuse_no_runs(folders: Iterable[Path]) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_columns
+from minilm_cache.cli.early import refuse_missing, refuse_no_columns, refuse_no_own_data
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
@@ -216,14 +216,12 @@ def embeddings(
     Example: minilm-cache embeddings mini RUN --retrieval questions.jsonl
     """
     config = validated(EmbeddingsConfig, given)
-    refuse_missing(models=models, revision=config.revision, data=config.retrieval)
+    refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    if config.retrieval is not None:
+        refuse_no_own_data(config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
-    if config.retrieval is not None:
-        from minilm_cache.evaluate.retrieval import read_own_data  # noqa: PLC0415 - takes seconds
-
-        read_own_data(config.retrieval)  # what is wrong with it is said before models take minutes
     with stoppable_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
         found = _retrieval(config, models, session) if config.retrieval is not None else []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_own_data
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import in_words
 from minilm_cache.cli.interrupt import stoppable_session
@@ -36,7 +36,10 @@ def mine(
     Example: minilm-cache mine mini --retrieval questions.jsonl --out groups.jsonl
     """
     config = validated(MineConfig, given)
-    refuse_missing(models=[model], revision=config.revision, data=config.retrieval, out=out)
+    refuse_missing(
+        models=[model], revision=config.revision, data=config.retrieval, corpus=config.corpus, out=out
+    )
+    refuse_no_own_data(config)
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -73,7 +76,8 @@ def rerank(
     """
     config = validated(RerankConfig, given)
     named = [*models, config.first_stage]
-    refuse_missing(models=named, revision=config.revision, data=config.retrieval)
+    refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_no_own_data(config)
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

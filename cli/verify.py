@@ -12,6 +12,7 @@ from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, opti
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.settings import validated
 from minilm_cache.store.urls import is_url
+from minilm_cache.train.folder import refuse_run
 
 if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
@@ -24,9 +25,13 @@ _STATES = {True: "complete", False: "unfinished: committed shards only", None: "
 def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption = False) -> None:
     """Compare a cache with what was committed; exit code 3 for damage.
 
+    Without --full, only the sizes of files are compared, so that changed bytes do not show.
+
     Example: minilm-cache verify --full notes.cache
     """
     config = validated(VerifyConfig, given)
+    if cache is not None:
+        refuse_run(Path(cache))
     is_there = cache is not None and Path(cache).exists()  # a cache without its manifest is damaged
     refuse_missing(cache=None if is_there else cache, teacher=config.teacher)
 

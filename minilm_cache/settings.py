@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
-from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin
@@ -21,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.identity import MAX_TOKENS
+from minilm_cache.wording import did_you_mean
 
 Settings = TypeVar("Settings", bound="FrozenSettings")
 DEFAULT_LOCAL_BYTES = 2**34
@@ -202,8 +202,7 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     if unknown is None:
         message = problems[0]["msg"].removeprefix("Value error, ")
         return problems[0], message.replace("a valid dictionary", "a mapping of names to settings")
-    close = get_close_matches(str(unknown["loc"][-1]), model.model_fields, n=1)
-    return unknown, "there is no such setting" + (f" (did you mean {close[0]}?)" if close else "")
+    return unknown, "there is no such setting" + did_you_mean(str(unknown["loc"][-1]), model.model_fields)
 
 
 def flag_of(name: str, field: FieldInfo) -> str:

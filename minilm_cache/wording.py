@@ -1,9 +1,10 @@
 """Format numbers and names for people: in terminals, on pages and on cards."""
 
+import difflib
 import html
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 def number_text(value: int | float | None, digits: int = 4) -> str:
@@ -16,6 +17,12 @@ def number_text(value: int | float | None, digits: int = 4) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, which takes an s unless the number is 1."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names what was probably meant by an unknown name; empty if nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def html_table(title: str, pairs: Mapping[str, object]) -> str:

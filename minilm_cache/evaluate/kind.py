@@ -190,6 +190,13 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
         """Return the score that settings are chosen by: the mean of all metrics of all dev sets."""
         return mean(mean(scores[name].values()) for name in scores)
 
+    def by_chance(self, track: Track[AnyExample]) -> float | None:
+        """Return the headline of a model that gives the commonest answer of the training set to everything.
+
+        None means that the kind has no such answer.
+        """
+        return None
+
     @abstractmethod
     def file(self, set_name: str) -> str:
         """Return the name of the file for the predictions of a set."""

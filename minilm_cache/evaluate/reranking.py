@@ -16,14 +16,13 @@ from sentence_transformers import CrossEncoder
 
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.retrieval import (
     Measured,
-    OwnData,
     Ranked,
     Vectors,
     measured,
     nearest,
-    read_own_data,
     values_of,
     vectors_of,
 )
@@ -75,7 +74,7 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
         InterruptedRunError: a stop was requested.
     """
     refuse_existing(out)
-    data = read_own_data(config.retrieval)
+    data = own_data(config, home=session.home)
     found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
     drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0
     with storage_errors("write", out), new_file(out) as opened:
@@ -167,7 +166,7 @@ def compare_rerankers(
             `max_length`.
         InterruptedRunError: a stop was requested.
     """
-    data = _first(read_own_data(config.retrieval), config.max_queries)
+    data = _first(own_data(config, home=session.home), config.max_queries)
     models = find_models(names, config.revision, untrained=False)
     for model in models:
         _refuse_other_answers(model)

@@ -1,20 +1,17 @@
 """Retrieval on data of one's own: how often the nearest documents are the right ones, with intervals."""
 
-import csv
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
-from minilm_cache.evaluate.settings import EmbeddingsConfig, refuse_no_data
+from minilm_cache.evaluate.own_data import OwnData, own_data
+from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
 
@@ -31,22 +28,10 @@ Vectors = npt.NDArray[np.float32]
 _MEASURES: Final = {"ndcg_at_10": "ndcg_cut_10", "mrr_at_10": "recip_rank", "recall_at_100": "recall_100"}
 """Names that pytrec_eval has for measures: normalised discounted cumulative gain (Jarvelin and Kekalainen
 2002), the reciprocal of the first right document's rank, and the share of right documents that are found."""
-_HEADERS: Final = ("query-id", "qid", "query_id")
-"""First words of a file of right documents that are no query."""
 _NEAREST: Final = 100
 _QUERIES_AT_ONCE: Final = 256
 _RESAMPLES: Final = 2000
 _BATCHES_OF_A_PART: Final = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnData:
-    """Queries, documents, and which documents are right for a query."""
-
-    queries: Mapping[str, str]
-    documents: Mapping[str, str]
-    right: Mapping[str, Mapping[str, int]]
-    """For each query, the grade of each document that is right, above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +74,7 @@ def compare_retrieval(
         InterruptedRunError: a stop was requested.
     """
     assert config.retrieval is not None
-    data = read_own_data(config.retrieval)
+    data = own_data(config, home=session.home)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     session.progress.note(
@@ -191,103 +176,3 @@ def measured(values: Sequence[float]) -> Measured:
     drawn = np.random.default_rng(0).integers(len(numbers), size=(_RESAMPLES, len(numbers)))
     low, high = np.percentile(numbers[drawn].mean(1), (2.5, 97.5))
     return Measured(mean=float(numbers.mean()), low=float(low), high=float(high))
-
-
-def read_own_data(path: Path) -> OwnData:
-    """Read a folder in BEIR's layout (Thakur et al. 2021, arXiv 2104.08663), or a file of questions.
-
-    Args:
-        path: a folder with `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`) and
-            `qrels/test.tsv` (query, document, grade), or a .jsonl file whose records have `question` and
-            `answer`.
-
-    Raises:
-        CorpusError: a file is missing or damaged, a record lacks a text, or a query lacks a right document.
-    """
-    refuse_no_data(path)
-    data = _of_folder(path) if path.is_dir() else _of_questions(path)
-    lacking = next((query for query in data.queries if not data.right.get(query)), None)
-    if lacking is not None or not data.queries:
-        what = "there is no query" if lacking is None else f"query {lacking!r} has no right document"
-        raise CorpusError(f"--retrieval {path}: {what}. Add it or remove the query.")
-    return data
-
-
-def _of_questions(path: Path) -> OwnData:
-    queries, documents, right = dict[str, str](), dict[str, str](), dict[str, dict[str, int]]()
-    numbers: dict[str, str] = {}
-    for where, row in _records(path):
-        question, answer = (_text(row, name, where) for name in ("question", "answer"))
-        number = numbers.setdefault(f"d{answer}", f"d{len(documents)}")
-        query = numbers.setdefault(f"q{question}", f"q{len(queries)}")
-        queries[query], documents[number] = question, answer
-        right.setdefault(query, {})[number] = 1
-    return OwnData(queries=queries, documents=documents, right=right)
-
-
-def _of_folder(path: Path) -> OwnData:
-    corpus = list(_records(path / "corpus.jsonl"))
-    titled = [(_text(row, "_id", where), str(row.get("title") or ""), row, where) for where, row in corpus]
-    documents = {name: f"{title} {_text(row, 'text', where)}".strip() for name, title, row, where in titled}
-    asked = {
-        _text(row, "_id", where): _text(row, "text", where) for where, row in _records(path / "queries.jsonl")
-    }
-    right: dict[str, dict[str, int]] = {}
-    file = path / "qrels" / "test.tsv"
-    for number, row in enumerate(_rows(file), 1):
-        if not row or (number == 1 and row[0] in _HEADERS):
-            continue
-        if len(row) != 3 or not re.fullmatch(r"-?[0-9]{1,6}", row[2].strip()):  # noqa: PLR2004 - three columns
-            raise CorpusError(
-                f"{file}, line {number}: give a query, a document and a whole grade, with tabs."
-            )
-        if row[1] not in documents:
-            raise CorpusError(
-                f"{file}, line {number}: there is no document {row[1]!r} in corpus.jsonl. Add it or remove "
-                "the line."
-            )
-        if int(row[2]) > 0:
-            right.setdefault(row[0], {})[row[1]] = int(row[2])
-    judged = {query: text for query, text in asked.items() if query in right}
-    unknown = next((query for query in right if query not in asked), None)
-    if unknown is not None:
-        raise CorpusError(
-            f"{file}: there is no query {unknown!r} in queries.jsonl. Add it or remove the line."
-        )
-    return OwnData(queries=judged, documents=documents, right=right)
-
-
-def _rows(file: Path) -> Iterator[list[str]]:
-    try:
-        with file.open(encoding="utf-8", newline="") as opened:
-            yield from csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE)
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise CorpusError(f"cannot read {file}: {error}. It belongs to BEIR's layout.") from error
-
-
-def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each record of a .jsonl file is, and the record."""
-    try:
-        with file.open(encoding="utf-8-sig") as opened:
-            for number, line in enumerate(opened, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise CorpusError(f"{file}, line {number} holds no record. Write one object a line.")
-                    yield f"{file}, line {number}", row
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(f"cannot read {file}: {error}. Give records of JSON, one a line.") from error
-
-
-def _text(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str) or not value.strip():
-        raise CorpusError(
-            f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}. Add it or remove "
-            "the record."
-        )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise CorpusError(f"{where} has half of a character (a lone surrogate). Remove it.") from error
-    return value

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,6 +110,8 @@ def evaluate_models(
         which = f"{number} of {len(trials)}"
         records.append(record or _run_trial(trial, config, device=device, watcher=watcher, which=which))
     summaries = summarise(records)
+    for remark in _no_better_than_chance(trials, summaries):
+        session.progress.note(remark)
     cards = [_card(model, summaries) for model in trained] if config.card else []
     num_other_versions = sum(
         any(record.versions.get(name, now) != now for name, now in _versions().items()) for record in records
@@ -120,6 +123,27 @@ def evaluate_models(
         )
     folders = [trial.folder for trial in trials]
     return Evaluation(path=out, trials=records, folders=folders, summaries=summaries, cards=cards)
+
+
+def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary]) -> Iterator[str]:
+    """Yield a remark on each model that scores at most two standard errors above the commonest answer."""
+    tried = {(trial.identity.task, trial.track.name): trial for trial in trials}
+    for summary in summaries:
+        trial = tried[summary.task, summary.track]
+        chance = trial.kind.by_chance(trial.track)
+        if chance is None or not summary.scores:
+            continue
+        means = {name: summary.scores[name] for name in trial.track.dev}
+        found = trial.kind.headline(
+            {name: {metric: score.mean for metric, score in scores.items()} for name, scores in means.items()}
+        )
+        two_errors = 100 / sqrt(sum(map(len, trial.track.dev.values())))  # of a share, at most
+        if found <= chance + two_errors:
+            what = f"{summary.model} on {summary.task} {summary.track}".strip()
+            yield (
+                f"{what}: {found:.1f} is no better than chance: the commonest class for every text scores "
+                f"{chance:.1f}. More --epochs, another --lr or more examples may help"
+            )
 
 
 def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:

@@ -8,8 +8,9 @@ from pydantic import Field, field_validator, model_validator
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.tasks import TASKS, Generation, GenerationTask, Metric, SpanTask, Task
 from minilm_cache.models.decoding import DecodingOptions
-from minilm_cache.settings import FrozenSettings, ModelSettings
+from minilm_cache.settings import ColumnSettings, FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.wording import did_you_mean
 
 Lr = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TRIAL_FILE = "trial.json"
@@ -108,8 +109,9 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
         unknown = next((name for name in value if name not in TASKS and not is_own_task(name)), None)
         if unknown is not None:
             raise ValueError(
-                f"there is no task {unknown}; the tasks are {', '.join(TASKS)}, or a file of texts with "
-                f"labels, or with texts to generate ({', '.join(RECORDS)})"
+                f"there is no task {unknown}{did_you_mean(unknown, TASKS)}; the tasks are "
+                f"{', '.join(TASKS)}, or a file of texts with labels, or with texts to generate "
+                f"({', '.join(RECORDS)})"
             )
         return tuple(dict.fromkeys(value))
 
@@ -190,7 +192,22 @@ class SpeedConfig(ModelSettings):
     """Folder to export models to as ONNX, which are measured, too. None means no export."""
 
 
-class EmbeddingsConfig(ModelSettings):
+class FurtherTexts(ColumnSettings):
+    """Texts that are searched beside those that are right."""
+
+    corpus: Annotated[str, Field(min_length=1)] | None = None
+    """Text whose documents are searched, too: a collection that the right answers of `--retrieval` are to be
+    found in; a file or a name as for `dump`. None means that only documents of `--retrieval` are
+    searched."""
+
+    @model_validator(mode="after")
+    def _columns_are_of_a_corpus(self) -> "FurtherTexts":
+        if self.corpus is None and (self.text_column is not None or self.documents != "paragraphs"):
+            raise ValueError("--text-column and --documents go with --corpus")
+        return self
+
+
+class EmbeddingsConfig(FurtherTexts, ModelSettings):
     """Settings of a comparison of embeddings."""
 
     group = "Comparison"
@@ -217,10 +234,12 @@ class EmbeddingsConfig(ModelSettings):
             raise ValueError("give --data (STS-B), --retrieval (your own questions), or both")
         if self.data is None and (self.mteb or self.save or self.max_pairs):
             raise ValueError("--mteb, --save and --max-pairs go with --data")
+        if self.retrieval is None and self.corpus is not None:
+            raise ValueError("--corpus goes with --retrieval")
         return self
 
 
-class OwnDataSettings(ModelSettings):
+class OwnDataSettings(FurtherTexts, ModelSettings):
     """Retrieval data of one's own, and what finds candidates in them."""
 
     group = "Candidates"

@@ -1,6 +1,7 @@
 """Tasks of one or two texts and a label: features, heads, predictions and scores."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -106,6 +107,19 @@ class TextKind(Kind[TextTask, TextExample]):
         """Return the scores of a set by the task's metrics."""
         labels = np.asarray([example.label for example in examples], np.float64)
         return text_scores(self.task.metrics, predicted, labels)
+
+    def by_chance(self, track: Track[TextExample]) -> float | None:
+        """Return the headline of the commonest class; see `Kind.by_chance`. None for values on a scale."""
+        counts = Counter(example.label for example in track.train)
+        if self.task.is_regression or not counts:
+            return None
+        label = counts.most_common(1)[0][0]
+        return self.headline(
+            {
+                name: self.scores(name, examples, np.full(len(examples), label, np.float64))
+                for name, examples in track.dev.items()
+            }
+        )
 
     def file(self, set_name: str) -> str:
         """Return the name of the file for the predictions of a set."""

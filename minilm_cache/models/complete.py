@@ -26,7 +26,8 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.files import computes_nothing, read_json
+from minilm_cache.models.files import computes_nothing
+from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 

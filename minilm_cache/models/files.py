@@ -4,7 +4,6 @@ A folder may come from a stranger. Its index of weights may point elsewhere, its
 another file, require code, or describe a model that fills memory before anything is compared.
 """
 
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -22,15 +21,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line, is_panic
-from minilm_cache.models.locate import CONFIG, refuse_no_config
+from minilm_cache.models.locate import CONFIG, read_json, refuse_no_config
 from minilm_cache.storage_schema.documents import Xxh3
 from minilm_cache.store.checked import sha256_files, xxh3_file
-from minilm_cache.store.durable import open_regular, regular_bytes
+from minilm_cache.store.durable import open_regular
 
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
-_MAX_JSON_BYTES: Final = 2**23
 _OTHER_WEIGHTS: Final = frozenset({"quantization_config", "transformers_weights", "compression_config"})
 """Configuration keys that choose another file of weights, or another format."""
 _LIMITS: Final = {
@@ -248,25 +246,6 @@ def out_of_bounds(content: Mapping[str, Any]) -> str | None:
     if labels is not None and (not isinstance(labels, dict) or len(labels) > _LIMITS["num_labels"]):
         return "id2label is not a table of names, or is far too long"
     return None
-
-
-def read_json(path: Path, kind: type[Any] = dict) -> Any:  # noqa: ANN401 - what `kind` says
-    """Return the JSON object in a file of a model's folder, or the list if `kind` is list.
-
-    Raises:
-        TeacherError: it is too long, not a regular file, or not a JSON object or list.
-    """
-    try:
-        content = regular_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
-        if len(content) > _MAX_JSON_BYTES:
-            raise TeacherError(f"{path} is longer than {_MAX_JSON_BYTES >> 20} MiB. Give another model.")
-        document = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise TeacherError(f"cannot read {path}: {first_line(error)}. Save the model again.") from error
-    if not isinstance(document, kind):
-        what = "object" if kind is dict else "list"
-        raise TeacherError(f"cannot read {path}: it is not a JSON {what}. Save the model again.")
-    return document
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.decoding import Decoding
-from minilm_cache.models.files import read_json
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
+from minilm_cache.models.locate import read_json
 from minilm_cache.models.tap import gathered
 
 GENERATION_FILE: Final = "generation_config.json"

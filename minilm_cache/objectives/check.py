@@ -9,7 +9,13 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import WantedTargets
-from minilm_cache.objectives.config import ObjectiveConfig, check_codec, check_pooled, flags_of
+from minilm_cache.objectives.config import (
+    ObjectiveConfig,
+    check_codec,
+    check_layers,
+    check_states,
+    held_signals,
+)
 from minilm_cache.objectives.several import OtherTeachers, other_teachers
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.signals.table import SIGNALS, signal_of
@@ -74,7 +80,10 @@ def choose_objective(
     others = other_teachers(cache, config.also, home=home, local_bytes=local_bytes)
     objective = live_objective(config, cache, arch=arch, others=others)
     wanted = objective.wanted
-    _check_layers(config, cache, wanted)
+    identity = manifest.identity
+    check_layers(
+        config, wanted.layers, held=cache.layers, codec=identity.codec.name, place=str(cache.reader.root)
+    )
     _check_signals(config, manifest.identity.states, wanted)
     if wanted.relation_heads is not None:
         _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
@@ -95,39 +104,12 @@ def live_objective(
     return Objective(request=request, wanted=ObjectiveKind.named(config.spec.kind).wanted(request))
 
 
-def _check_layers(config: ObjectiveConfig, cache: Cache, wanted: WantedTargets) -> None:
-    missing = [str(layer) for layer in wanted.layers if layer not in cache.layers]
-    if not missing:
-        return
-    needs = f"needs layer {', '.join(missing)} of the teacher"
-    problem = f"--objective {config.objective} {needs}"
-    if config.teacher_layer is not None:
-        problem = f"--teacher-layer {config.teacher_layer}"
-    elif config.layer_map != "last":
-        problem = f"--layer-map {config.layer_map} {needs}"
-    every = ",".join(map(str, sorted({*cache.layers, *wanted.layers})))
-    raise InvalidConfigError(
-        f"{problem}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "
-        f"dump a cache with --codec vectors --layers {every}{_more_flags(cache, config)}."
-    )
-
-
-def _more_flags(cache: Cache, config: ObjectiveConfig) -> str:
-    """Return the further options of a dump that holds the missing layers."""
-    flags = flags_of(config)
-    is_kept = cache.manifest.identity.codec.name == "vectors"
-    return flags + (f" --add {cache.reader.root}" if is_kept else "")
-
-
 def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:
     """Raise InvalidConfigError for signals that the cache lacks, naming what would add them."""
-    held = () if stored is None else stored.names
-    if stored is not None and stored.labels is None:  # masked readings without labels
-        held = tuple(name for name in held if name != LABELS)
-    missing = [name for name in wanted.signals if name not in held]
+    missing = [name for name in wanted.signals if name not in held_signals(stored)]
     if not missing:
         return
-    check_pooled(config, is_held=False)
+    check_states(config, stored)
     kinds = dict.fromkeys(name.signal for name in missing)
     options = [
         signal_of(SignalName(kind)).option_for([name for name in missing if name.signal == kind])

@@ -1,6 +1,7 @@
 """Settings of an objective, which `train`, `chain` and `study` share. Nothing here imports torch."""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
@@ -11,6 +12,7 @@ from minilm_cache.objectives.spec import (
     OBJECTIVES,
     Form,
     LayerMap,
+    Needs,
     ObjectiveName,
     ObjectiveSpec,
     joined_names,
@@ -19,6 +21,14 @@ from minilm_cache.objectives.spec import (
 )
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import (
+    LABELS,
+    LOGITS,
+    POOLED,
+    SignalName,
+    StateFamily,
+    StatesIdentity,
+)
 
 EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours")
 """What objective `embedding` can compare."""
@@ -311,13 +321,76 @@ def check_codec(config: ObjectiveConfig, codec: str) -> None:
         )
 
 
-def check_pooled(config: ObjectiveConfig, *, is_held: bool) -> None:
-    """Raise InvalidConfigError for an objective that needs pooled vectors where none are held."""
-    if config.spec.needs.pooled and not is_held:
+def held_signals(stored: StatesIdentity | None) -> tuple[SignalName, ...]:
+    """Return what a cache holds in addition to relations; masked sequences without labels are no labels."""
+    if stored is None:
+        return ()
+    return tuple(name for name in stored.names if name != LABELS or stored.labels is not None)
+
+
+def check_states(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
+    """Raise InvalidConfigError for an objective that needs a kind of states of which a cache holds none."""
+    objective, needs, held = config.objective, config.spec.needs, held_signals(stored)
+    if needs.pooled and POOLED not in held:
         raise InvalidConfigError(
-            f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
-            f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
+            f"--objective {objective} needs pooled vectors, which this cache does not hold. Dump one "
+            f"with --for {objective}, or with --for minilm,{objective} to keep relations."
         )
+    kinds = {name.signal for name in held}
+    missing = [words for kind, words in _states_of(needs).items() if kind not in kinds]
+    if missing:
+        raise InvalidConfigError(
+            f"--objective {objective} needs states that this cache does not hold: {', '.join(missing)}. Add "
+            "them: `minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for "
+            f"{objective}."
+        )
+
+
+def _states_of(needs: Needs) -> dict[str, str]:
+    """Return the kinds of states that an objective needs, and their names for people."""
+    asked: dict[str, tuple[str, bool]] = {
+        StateFamily.HIDDEN: ("hidden states (--hidden)", needs.hidden is not None),
+        StateFamily.MASKED: (
+            "hidden states of masked sequences (--masked-hidden)",
+            needs.masked_hidden is not None,
+        ),
+        StateFamily.FIRST: ("hidden states of first tokens (--first-hidden)", needs.first is not None),
+        LABELS.signal: ("soft labels (--labels)", needs.labels),
+        # Objectives of scores say more: which pairs or groups they need, too.
+        LOGITS.signal: ("logits (--logits)", needs.logits and needs.relations),
+        **{name: (f"signal {name}", True) for name in needs.signals},
+    }
+    return {kind: words for kind, (words, is_asked) in asked.items() if is_asked}
+
+
+def check_layers(
+    config: ObjectiveConfig, wanted: Iterable[int], *, held: Sequence[int], codec: str, place: str
+) -> None:
+    """Raise InvalidConfigError for layers that a cache does not hold, naming what would dump them.
+
+    Args:
+        config: settings of the objective.
+        wanted: layers of the teacher that it learns from.
+        held: layers that the cache holds.
+        codec: codec of the cache.
+        place: folder or URL of the cache.
+    """
+    wanted = tuple(wanted)
+    missing = [str(layer) for layer in wanted if layer not in held]
+    if not missing:
+        return
+    needs = f"needs layer {', '.join(missing)} of the teacher"
+    problem = f"--objective {config.objective} {needs}"
+    if config.teacher_layer is not None:
+        problem = f"--teacher-layer {config.teacher_layer}"
+    elif config.layer_map != "last":
+        problem = f"--layer-map {config.layer_map} {needs}"
+    every = ",".join(map(str, sorted({*held, *wanted})))
+    added = f" --add {place}" if codec == "vectors" else ""
+    raise InvalidConfigError(
+        f"{problem}: the cache holds layer {', '.join(map(str, held))}. Choose one of them, or dump a cache "
+        f"with --codec vectors --layers {every}{flags_of(config)}{added}."
+    )
 
 
 def flags_of(config: ObjectiveConfig) -> str:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 
+from minilm_cache.wording import did_you_mean
+
 LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 Which = Literal["last", "all"]
 """Which of the teacher's layers, or of its hidden states."""
@@ -323,7 +325,8 @@ def parts_of(name: str) -> dict[str, float]:
     for text in name.replace(",", "+").split("+"):
         objective, separator, weight = (part.strip() for part in text.partition("="))
         if objective not in OBJECTIVES:
-            raise ValueError(f"there is no objective {objective}; take {', '.join(OBJECTIVES)}")
+            meant = did_you_mean(objective, OBJECTIVES)
+            raise ValueError(f"there is no objective {objective}{meant}; take {', '.join(OBJECTIVES)}")
         if objective in weights:
             raise ValueError(f"objective {objective} is given twice")
         is_number = re.fullmatch(r"\d*\.?\d+", weight) is not None

@@ -5,7 +5,7 @@ other file.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from markupsafe import Markup
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.student import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.config import ReportConfig
@@ -91,6 +92,7 @@ def write_report(
     title: str = "report",
     remarks: Sequence[str] = (),
     paths: bool = False,
+    teachers_scores: Mapping[str, float] | None = None,
 ) -> Report:
     """Write a page about runs.
 
@@ -104,6 +106,8 @@ def write_report(
         title: title of the page.
         remarks: sentences at the top of the page, without their full stops.
         paths: True shows whole paths, which reveal a machine and its user; False shows only names of folders.
+        teachers_scores: scores of the teacher by metric, as the table has them of students. None means that
+            it was not scored.
 
     Raises:
         InvalidConfigError: a text or a held-out sequence cannot be shown.
@@ -125,7 +129,7 @@ def write_report(
             "version": RELEASE,
             "teacher": cache.manifest.labels.teacher,
             "is_live": teacher is not None,
-            **_student_values(runs, students),
+            **_student_values(runs, students, teachers_scores or {}),
             **_figure_values(runs, students),
             **_comparison_values(runs, shown, compared),
             "provenance": [(run.label, provenance(run, paths=paths)) for run in runs],
@@ -170,23 +174,42 @@ def _render(values: Mapping[str, Any]) -> str:
     )
 
 
-def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:
+def _student_values(
+    runs: Sequence[TrainedRun], students: pa.Table, teachers_scores: Mapping[str, float]
+) -> dict[str, Any]:
     """Return what the template shows in its table of students."""
     summary = summary_table(students)
     differing, shared = row_names(summary)
+    measured = measures(summary)
+    scores = [name for name in measured if name.startswith(SCORE)]
     return {
+        "of_teacher": _teachers_row(runs, scores, teachers_scores),
+        "num_measured": len(measured) - len(scores),
+        "assistants": {
+            run.name: run.cache.manifest.labels.teacher for run in runs if not run.is_compared_with_own
+        },
         "num_students": sum(len(run.students) for run in runs),
         "students": summary.to_pylist(),
         "names": {name: NAMES[name] for name in differing},
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
-        "has_loss": "held_out_loss" in measures(summary),
-        "has_common": "kl_common" in measures(summary),
-        "parts": [name for name in measures(summary) if name.startswith(PART)],
-        "scores": [name for name in measures(summary) if name.startswith(SCORE)],
+        "has_loss": "held_out_loss" in measured,
+        "has_common": "kl_common" in measured,
+        "parts": [name for name in measured if name.startswith(PART)],
+        "scores": scores,
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
+
+
+def _teachers_row(
+    runs: Sequence[TrainedRun], columns: Sequence[str], scores: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """Return the size and the scores of the teacher of all runs. None means that they have several."""
+    if len({run.reference.manifest.identity.teacher for run in runs}) > 1:
+        return None
+    size = model_size(runs[0].teacher_config, runs[0].length)
+    return {**asdict(size), **{name: scores.get(name.removeprefix(SCORE)) for name in columns}}
 
 
 def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def students_table(
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
             row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
             row |= {"kl_to": kl_to, "kl_common": common.get(student.arch), **asdict(sizes[name])}
+            row["num_parameters"] = student.num_parameters  # with a linear map, which sizes leave out
             row |= _kl_columns(kls.get(student.arch))
             rows.append({column: row.get(column) for column in STUDENTS.names})
     return _with_scores(_with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs), runs, scores or {})
@@ -162,13 +163,23 @@ def _with_scores(
 
 
 def _with_parts(table: pa.Table, runs: Sequence[TrainedRun]) -> pa.Table:
-    """Add the parts of the held-out loss where all runs have one objective that compares no relations."""
-    has_one = len({run.record.identity.in_words() for run in runs}) == 1
-    losses = [student.held_out_after or {} for run in runs for student in run.record.students]
-    parts = dict.fromkeys(part for of_student in losses for part in of_student)
-    for part in parts if has_one and not runs[0].record.identity.spec.is_relational else ():
-        column = pa.array([of_student.get(part) for of_student in losses], pa.float64())
-        table = table.append_column(f"{PART}{part}", column)
+    """Add the parts of the held-out loss of an objective that compares no relations.
+
+    Of several objectives those get columns, named after them, whose students give vectors or scores: their
+    KLs do not say what they are worth.
+    """
+    specs = {run.record.identity.in_words(): run.record.identity.spec for run in runs}
+    for objective, spec in specs.items():
+        losses = [
+            student.held_out_after or {} if run.record.identity.in_words() == objective else {}
+            for run in runs
+            for student in run.record.students
+        ]
+        has_parts = not (spec.is_relational if len(specs) == 1 else spec.needs.relations)
+        named = "" if len(specs) == 1 else f"{objective}, "
+        for part in dict.fromkeys(part for each in losses for part in each) if has_parts else ():
+            column = pa.array([of_student.get(part) for of_student in losses], pa.float64())
+            table = table.append_column(f"{PART}{named}{part}", column)
     return table
 
 

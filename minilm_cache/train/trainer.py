@@ -82,8 +82,10 @@ class StudentTrainer:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights of the whole student, without those of its objective."""
-        return sum(weight.numel() for weight in self.model.parameters())
+        """Number of weights that the student is saved with: of its model, and of the map of its vectors."""
+        pooler = self.learner.objective.sentence_pooler
+        maps = () if pooler is None else pooler.parameters()
+        return sum(weight.numel() for weight in (*self.model.parameters(), *maps))
 
     def step(self, batch: StudentBatch, step: int) -> Losses:
         """Take one optimizer step on a batch that is a whole step."""

@@ -26,6 +26,7 @@ from minilm_cache.errors import DivergedError, IdentityMismatchError, Interrupte
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.exported import FILES, IDS, MASK, SEGMENTS
 from minilm_cache.models.load import check_positions
+from minilm_cache.models.pooling import projection_to
 from minilm_cache.models.student import (
     build_model,
     model_size,
@@ -51,6 +52,7 @@ _SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 """Widths that are tried, as shares of the teacher's."""
 _USUAL_RATIO: Final = 4
 """Size of the feed-forward network, in multiples of the width, of a shape that does not name it."""
+_FLOAT32_BYTES: Final = 4
 _TURNS: Final = 3
 _REPEATS: Final = 7
 _TEACHER: Final = "teacher"
@@ -292,6 +294,16 @@ class _Space:
         longest = self.cache.manifest.identity.packing.max_length
         return self.config.pass_length or min(_PASS_LENGTH, longest)
 
+    def map_weights(self, arch: str) -> int:
+        """Return the weights of a student's linear map to the teacher's vectors; 0 where it needs none."""
+        probe = validated(TrainConfig, {**self.train, "arch": (arch,)})
+        states = self.cache.manifest.identity.states
+        if not probe.spec.needs.pooled or states is None or states.pooled is None:
+            return 0
+        with torch.device("meta"):
+            layers = projection_to(states.pooled.width, self.configs[arch].hidden_size)
+        return sum(weight.numel() for layer in layers for weight in layer.parameters())
+
     def measured(self, arch: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:
         """Return latency and bytes of shapes with random weights, and the teacher's latency in torch, ms."""
         config, form = self.config, FORMS.get(self.config.runtime)
@@ -308,7 +320,7 @@ class _Space:
                     )
                 model = build_model(self.configs[each], "sdpa").eval()
                 check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
-                num_bytes[each] = 4 * sum(weight.numel() for weight in model.parameters())
+                num_bytes[each] = _FLOAT32_BYTES * sum(weight.numel() for weight in model.parameters())
                 passes[each] = partial(_run, model, values)
                 if form is not None:
                     folder = Path(scratch) / each.replace(":", "-")
@@ -322,7 +334,11 @@ class _Space:
             passes[_TEACHER] = partial(_run, teacher, values)
             seconds = seconds_in_turns(passes, torch.device("cpu"), _TURNS, repeats=_REPEATS)
         measured = {
-            each: _Measured(latency_ms=1e3 * seconds[each], num_bytes=num_bytes[each]) for each in arch
+            each: _Measured(
+                latency_ms=1e3 * seconds[each],
+                num_bytes=num_bytes[each] + _FLOAT32_BYTES * self.map_weights(each),
+            )
+            for each in arch
         }
         return measured, 1e3 * seconds[_TEACHER]
 
@@ -351,7 +367,8 @@ def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
     length = space.cache.manifest.identity.packing.max_length
     measured, of_teacher = space.measured(list(space.configs), session)
     weights = {
-        arch: model_size(described, length).num_parameters for arch, described in space.configs.items()
+        arch: model_size(described, length).num_parameters + space.map_weights(arch)
+        for arch, described in space.configs.items()
     }
     limits = {
         "ms": config.max_latency_ms or (of_teacher / config.speedup if config.speedup else None),

@@ -259,6 +259,7 @@ def _compare(
         for planned, has_learned in zip(study.passes, have_learned[len(study.passes) :], strict=False)
         if has_learned
     }
+    scores = {} if evaluation is None else _scores_of(evaluation.summaries)
     session.progress.note("measuring sizes, speed and closeness to the teacher")
     students = students_table(
         runs,
@@ -266,20 +267,34 @@ def _compare(
         device=study.passes[0].config.device,
         price_per_hour=study.price_per_hour,
         agreements=_agreements(runs, teacher, masked),
-        scores=None if evaluation is None else _scores_of(evaluation.summaries),
+        scores=scores,
     )
-    summary = summary_table(students)
-    with storage_errors("write results in", folder):
-        pq.write_table(students, folder / PARQUET_FILE)
-        pa_csv.write_csv(students, folder / CSV_FILE)
-        pa_csv.write_csv(summary, folder / SUMMARY_FILE)
+    summary = _write_tables(students, folder)
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
-    write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
+    write_report(
+        folder / REPORT_FILE,
+        runs,
+        students,
+        teacher=shown,
+        title=study.source.path.stem,
+        # The teacher is scored first.
+        teachers_scores=None if evaluation is None else scores.get(evaluation.trials[0].model),
+    )
     names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
     diverged = tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
     return StudyResult(
         path=folder, students=students, summary=summary, diverged=diverged, evaluation=evaluation
     )
+
+
+def _write_tables(students: pa.Table, folder: Path) -> pa.Table:
+    """Write a table of students and its means over seeds, and return the means."""
+    summary = summary_table(students)
+    with storage_errors("write results in", folder):
+        pq.write_table(students, folder / PARQUET_FILE)
+        pa_csv.write_csv(students, folder / CSV_FILE)
+        pa_csv.write_csv(summary, folder / SUMMARY_FILE)
+    return summary
 
 
 def _opened(

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
@@ -454,12 +454,13 @@ def _cache(
     locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
     locate |= dict.fromkeys(settings, location)
     locate = {"teacher": ("dump",), **locate, "": location}
-    config = source.check(DumpConfig, values, locate)
     learned = [each for training in trainings for each in _with_first(training)]
-    if "for" in values or not any(_lacking(each, config) for each in learned):
-        return config
+    with suppress(ValidationError):  # settings like `pooling` are none without what `for` asks for
+        config = DumpConfig(**values)
+        if "for" in values or not any(_lacking(each, config) for each in learned):
+            return config
     served = dict.fromkeys(each.objective for training in learned for each in training.each)
-    return source.check(DumpConfig, {**values, "for": list(served)}, locate)
+    return source.check(DumpConfig, {"for": list(served), **values}, locate)
 
 
 def _with_first(training: TrainConfig) -> list[TrainConfig]:

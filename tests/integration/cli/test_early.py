@@ -23,6 +23,7 @@ MISTAKES = {
     "train s3:/bucket/x --arch 3x384": "one slash",
     "train cache --arch 3x38q": "--arch 3x38q",
     "train cache --arch 3x384 --objective nosuch": "there is no objective nosuch",
+    "train cache --arch 3x384 --objective hiden-mse": "hiden-mse (did you mean hidden-mse?); take minilm",
     "train cache --arch 3x384 --steps 1 --epochs 2": "exclude each other",
     "search nosuch --speedup 2 --out o": "no cache at nosuch",
     "search cache --out o": "give a budget",
@@ -30,12 +31,18 @@ MISTAKES = {
     "study nosuch.yaml": "cannot read nosuch.yaml",
     "chain --teacher mini --assistant 3x38q --arch 2x96 --corpus notes.txt": "--arch 3x38q",
     "evaluate mini --task nosuch --data .": "there is no task nosuch",
+    "evaluate mini --task sst --data .": "there is no task sst (did you mean sst2?)",
     "evaluate nosuch --task sst2 --data .": "nosuch",
     "evaluate mini --task sst2 --data nosuch": "--data nosuch",
     "embeddings mini --retrieval nosuch.jsonl": "--retrieval nosuch.jsonl does not exist",
+    "embeddings mini --retrieval groups.jsonl": "groups.jsonl, line 1 has no text 'question'; it has query",
+    "embeddings mini --retrieval questions.jsonl --corpus nosuch.txt": "corpus nosuch.txt does not exist",
+    "embeddings mini --retrieval questions.jsonl --documents lines": "go with --corpus",
+    "mine mini --retrieval groups.jsonl --out o.jsonl": "groups.jsonl, line 1 has no text 'question'",
     "rerank nosuch --retrieval notes.txt --first-stage mini": "nosuch",
     "speed mini nosuch": "nosuch",
     "verify nosuch": "no cache at nosuch",
+    "verify run": "run is a run, not a cache",
     "export nosuch out.parquet": "no cache at nosuch",
     "trim nosuch --out o": "nosuch",
     "slice --teacher mini --arch 3x38q --out o": "--arch 3x38q",
@@ -49,9 +56,13 @@ READ = {
     "train cache --arch 3x33": "3x33",
     "train cache --arch 2x32 --objective embedding": "needs pooled vectors",
     "train cache --arch 2x32 --objective minilmv2": "--objective minilmv2 needs",
+    "train cache --arch 2x32 --objective hidden-mse": "does not hold: hidden states (--hidden). Add them",
+    "train cache --arch 2x32 --objective mlm-kd": "does not hold: soft labels (--labels). Add them",
+    "train cache --arch 2x32 --teacher-layer 0": "--teacher-layer 0: the cache holds layer 2",
     "train cache --arch 2x32 --init nosuch": "--init nosuch: there is no such folder",
     "study key.yaml": "key.yaml, line 3, train.stepps: there is no such setting",
     "study shape.yaml": "shape.yaml, line 2, arch.0: --arch 3x3z",
+    "study heads.yaml": "heads.yaml, line 2, arch.1: --arch 3x33",
     "evaluate teacher --task table.csv --label-column nosuch": "no column 'nosuch'",
     "evaluate teacher --task nosuch.csv": "nosuch.csv is not a file",
     "report nosuch": "nosuch is not a run",
@@ -80,9 +91,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "notes.txt").write_text("ba be\n\nbi bo\n")
     (folder / "bad.yaml").write_text("x: [1\n")
     (folder / "empty").mkdir()
+    (folder / "run").mkdir()
+    (folder / "run" / "run.json").touch()
+    (folder / "groups.jsonl").write_text('{"query": "ba", "documents": ["be"]}\n')
+    (folder / "questions.jsonl").write_text('{"question": "ba", "answer": "be"}\n')
     (folder / "table.csv").write_text("text,label\nba,1\n")
     study = "dump: {teacher: teacher, corpus: notes.txt}\n"
     (folder / "key.yaml").write_text(f"{study}arch: [2x32]\ntrain: {{stepps: 3}}\n")
+    (folder / "heads.yaml").write_text(f"{study}arch: [2x32, 3x33]\n")
     (folder / "shape.yaml").write_text(f"{study}arch: [3x3z]\n")
     world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))
     world.dump("cache")

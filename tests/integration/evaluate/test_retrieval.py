@@ -10,7 +10,8 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
-from minilm_cache.evaluate.retrieval import measured, read_own_data
+from minilm_cache.evaluate.own_data import read_own_data
+from minilm_cache.evaluate.retrieval import measured
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import VOCABULARY, save_teacher
@@ -97,6 +98,32 @@ def test_scores_are_those_of_sentence_transformers(
     code, out, _ = command("embeddings", *models, *words)
     assert code == 0
     assert "nDCG@10" in out
+
+
+def test_a_collection_is_searched_beside_the_answers(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    """As if every text of the collection were a document that is right for nothing."""
+    rows, further = questions(12), ["ba be bi", "bo bu da", "de di do"]
+    file, texts = tmp_path / "questions.jsonl", tmp_path / "texts.txt"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts.write_text("\n".join([*further, rows[0]["answer"], further[0]]) + "\n")
+    write_beir(tmp_path / "beir", rows)
+    with (tmp_path / "beir" / "corpus.jsonl").open("a") as corpus:
+        corpus.writelines(
+            json.dumps({"_id": f"F{at}", "text": text}) + "\n" for at, text in enumerate(further)
+        )
+    words = ("embeddings", *models, "--max-length", 32, "--json", "--retrieval")
+    code, out, err = command(*words, file, "--corpus", texts, "--documents", "lines")
+    assert code == 0, err
+    assert f"searched in {len({row['answer'] for row in rows}) + 3} texts" in err
+    found = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
+    code, out, _ = command(*words, tmp_path / "beir")
+    beir = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
+    assert found == pytest.approx(beir, abs=2.0)  # it has one more text, "ba ba ba"
+    code, out, _ = command(*words, file)
+    alone = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
+    assert sum(found) < sum(alone)
 
 
 def test_the_interval_holds_the_mean_of_most_resamples() -> None:

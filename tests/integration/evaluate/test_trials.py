@@ -50,6 +50,15 @@ def test_seeds_and_untrained_shapes_are_what_they_say(
     assert not torch.allclose(drawn, redrawn, atol=1e-3)
 
 
+def test_scores_by_chance_are_said(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """A model that was taught next to nothing is no better than the commonest class, and hears so."""
+    data = write_sst2(tmp_path / "SST-2")
+    words = ("evaluate", teacher, "--task", "sst2", "--data", data, "--epochs", 1, "--max-length", 16)
+    code, _, err = command(*words, "--lr", "1e-9", "--out", tmp_path / "out")
+    assert code == 0, err
+    assert "is no better than chance: the commonest class for every text scores 50.0" in err
+
+
 def test_each_set_of_mnli_has_its_own_answers_in_words(
     teacher: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_student_opens_in_sentence_transformers_and_transformers(
     encoder: Any = SentenceTransformer(str(folder), device="cpu")
     vectors = torch.from_numpy(encoder.encode(texts))
 
+    assert record.num_parameters == sum(weight.numel() for weight in encoder.parameters())
     assert record.held_out_after["cosine"] < record.held_out_before["cosine"]
     assert vectors.shape == (6, 32), "the learned map leads to the teacher's width"
     torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(6))

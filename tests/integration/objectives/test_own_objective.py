@@ -51,7 +51,7 @@ def test_a_cache_that_lacks_what_the_row_needs_is_refused_with_the_remedy(
     command.fails(
         *("train", shared_world.root / "cache", "--arch", "2x16", "--objective", toy, "--steps", 2),
         code=2,
-        says=("--objective toy needs states", "--first-hidden 3", "--for toy"),
+        says=("--objective toy needs states", "hidden states of first tokens", "--for toy"),
     )
 
 

@@ -84,6 +84,17 @@ def test_files_answer_as_the_model_does(
     expected = torch.from_numpy(plain.encode(TEXTS))
     cosines = (vectors * expected).sum(1)
     assert cosines.min() > (0.9 if is_small else 1 - 1e-4)
+    if form[0] == "--onnx":  # the page's way without torch
+        code = (
+            (Path(__file__).parents[3] / "docs/deploy.md")
+            .read_text()
+            .partition("import numpy")[2]
+            .partition("```")[0]
+        )
+        scope: dict[str, Any] = {}
+        exec(f"import numpy{code}".replace("shipped", str(out)), scope)  # noqa: S102 - our own page
+        asked = torch.from_numpy(plain.encode(["a text", "another, longer text"]))
+        assert (torch.from_numpy(scope["vectors"]) * asked).sum(1).min() > (0.9 if is_small else 1 - 1e-4)
     modules = json.loads((world.teacher / "modules.json").read_text())
     assert [each["path"] for each in json.loads((out / "modules.json").read_text())] == [
         each["path"] for each in modules

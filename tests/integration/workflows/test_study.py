@@ -227,10 +227,19 @@ def test_a_study_that_grows_trains_what_is_missing(world: World) -> None:
 
 def test_caches_hold_what_the_objectives_need(world: World, command: Command) -> None:
     """A study says objectives; `for` is filled in where it is not given."""
-    changes = {"objective": " [minilm, hidden-mse]", "caches": "\n  one: {codec: vectors}", "seed": " [0]"}
+    changes = {
+        "objective": " [minilm, hidden-mse, embedding]",
+        "caches": "\n  one: {codec: vectors, pooling: mean}",
+        "seed": " [0]",
+    }
     code, out, err = command("study", document(world, **changes), "--json")
     assert code == 0, err
-    assert {row["objective"] for row in json.loads(out)["students"]} == {"minilm", "hidden-mse"}
+    rows = json.loads(out)["students"]
+    assert {row["objective"] for row in rows} == {"minilm", "hidden-mse", "embedding"}
+    for row in rows:  # what vectors lose has a column of its own
+        assert [name for name in row if name.startswith("loss: ")] == ["loss: embedding, cosine"]
+        own = row["held_out_loss"] if row["objective"] == "embedding" else None
+        assert row["loss: embedding, cosine"] == own
 
 
 def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
@@ -264,6 +273,13 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     assert models == ["teacher", *(f"{row['run']}/{row['arch']}" for row in rows)]
     page = (world.root / "shapes" / "report.html").read_text()
     assert "sst2 dev accuracy" in page
+    assert f"{via} is the cache of an assistant, " in page
+    teachers = printed["scores"]["summaries"][0]["scores"]["dev"]["accuracy"]["mean"]
+    row = page.partition('<tr class="teacher">')[2].partition("</tr>")[0]
+    assert f"<td>{teachers:.1f}</td>" in row
+    assert row.count("<td") + row.count("<th") == page.partition("<thead>")[2].partition("</thead>")[0].count(
+        "<th "
+    )
     frame = results(world.root / "shapes")
     known = frame.set_index(["run", "arch"])["kl_sum"]
     for row in rows:  # the cache stands for the teacher here, and an assistant's is not compared with it
