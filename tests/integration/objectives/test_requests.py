@@ -31,7 +31,7 @@ def test_a_cache_that_lacks_something_names_the_flags_that_add_it(
         assert "--codec vectors" in line
     for option, is_needed in (
         ("--hidden", needs.hidden),
-        ("--masked-hidden 3", needs.masked_hidden),
+        ("--masked-hidden", needs.masked_hidden),
         ("--first-hidden", needs.first),
         ("--labels", needs.labels),
         ("--logits", needs.logits),
