@@ -94,6 +94,7 @@ def test_tf32_needs_a_gpu_that_has_it(world: World, command: Command) -> None:
 
 def test_a_compiled_teacher_computes_the_same(world: World) -> None:
     """In a process of its own: the compiler cannot look through the tests' type checks."""
+    save_teacher(world.teacher, num_hidden_layers=1)  # compiling takes seconds for each layer
     plain = open_cache(world.dump("plain", codec="dense").path)
     arguments = dump_arguments(world, "--codec", "dense", "--device", "cpu", "--compile", k=None)
     code, _, err = start(world, *arguments).end()

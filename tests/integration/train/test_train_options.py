@@ -224,14 +224,14 @@ def test_activations_inside_layers_are_not_kept(world: World) -> None:
 
 def test_compiled_layers_train_the_same(still: World) -> None:
     """In a process of its own: the compiler cannot look through the tests' type checks."""
-    plain = go(still, "plain", arch=("2x16",), steps=3, init="random")
+    plain = go(still, "plain", arch=("1x16",), steps=3, init="random")
     options = ("--batch-size", 4, "--lr", 5e-3, "--device", "cpu", "--steps", 3, "--init", "random")
-    train = ("train", still.root / "cache", "--arch", "2x16", *options, "--out", still.root / "run")
+    train = ("train", still.root / "cache", "--arch", "1x16", *options, "--out", still.root / "run")
     process = start(still, *train, "--compile")
     code, _, err = process.end()
     assert code == 0, err
-    found = load_file(still.root / "run/students/2x16/model.safetensors")
-    for name, expected in weights(plain)["2x16"].items():
+    found = load_file(still.root / "run/students/1x16/model.safetensors")
+    for name, expected in weights(plain)["1x16"].items():
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-3)
     assert json.loads((still.root / "run/run.json").read_text())["identity"]["compiled"]
 
