@@ -41,9 +41,12 @@ train notes.cache --arch 3x200 --objective embedding
 train notes.cache --arch 3x384 --objective embeding
 train notes.cache --arch 3x384 --steps 1 --epochs 2
 train notes.cache --arch 3x384 --objective minilm
+train notes.cache --arch 3x384 --objective hidden-mse
+train relations.cache --arch 3x384 --teacher-layer 2
 train notes.cache --arch 3x384 --objective embedding --init nosuch
 study wrong_key.yaml
 study wrong_shape.yaml
+study wrong_heads.yaml
 study nosuch.yaml
 chain --teacher nosuch --assistant 3x384 --arch 2x96 --corpus notes.txt
 chain --teacher mini --assistant 3x38q --arch 2x96 --corpus notes.txt
@@ -52,12 +55,15 @@ evaluate nosuch --task sst2 --data .
 evaluate mini --task sst2 --data nosuch
 evaluate mini --task table.csv --label-column nosuch
 embeddings mini --retrieval nosuch.jsonl
+embeddings mini --retrieval notes.jsonl
+embeddings mini --retrieval questions.jsonl --corpus nosuch.txt
 embeddings mini nosuch --data .
 rerank nosuch --retrieval notes.txt --first-stage mini
 speed mini nosuch
 report nosuch
 info nosuch
 verify nosuch
+verify run
 push nosuch s3://b/c
 push notes.cache ftp://b/c
 pull s3:/b/c
@@ -101,13 +107,19 @@ def _prepare(home: Path) -> None:
     (home / "folder").mkdir(parents=True, exist_ok=True)
     notes = home / "notes.txt"
     notes.write_text("\n\n".join(f"The {number}th note is about the sea." for number in range(200)))
+    (home / "notes.jsonl").write_text('{"text": "The sea."}\n')
+    (home / "questions.jsonl").write_text('{"question": "What?", "answer": "The sea."}\n')
+    (home / "run").mkdir(exist_ok=True)
+    (home / "run" / "run.json").touch()
     (home / "table.csv").write_text("text,label\none,1\ntwo,0\n")
     study = "dump: {teacher: mini, corpus: notes.txt}\n"
     (home / "wrong_key.yaml").write_text(f"{study}arch: [3x192]\ntrain: {{stepps: 3}}\n")
+    (home / "wrong_heads.yaml").write_text(f"{study}arch: [3x200]\n")
     (home / "wrong_shape.yaml").write_text(f"{study}arch: [3x19z]\n")
-    if not (home / "notes.cache").exists():
-        config = validated(DumpConfig, {"teacher": "mini", "corpus": str(notes), "for": "embedding"})
-        dump_cache(config, out=home / "notes.cache", session=Session(home / "home"))
+    for name, objective in (("relations", "minilm"), ("notes", "embedding")):
+        if not (home / f"{name}.cache").exists():
+            config = validated(DumpConfig, {"teacher": "mini", "corpus": str(notes), "for": objective})
+            dump_cache(config, out=home / f"{name}.cache", session=Session(home / "home"))
 
 
 def _timed(line: str, home: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import OwnDataPlaces, read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task, refuse_no_data
 from minilm_cache.models.arch import num_layers_of, parse_arch
@@ -133,9 +133,15 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
             parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
 
 
-def refuse_misshapen(study: "Study") -> None:
-    """Raise InvalidConfigError for a shape of a study that has not the heads of the study's teachers."""
+def refuse_unfit(study: "Study") -> None:
+    """Raise InvalidConfigError for a text of a study that is not there, or a shape that has not its heads."""
     for name, cache in study.caches.items():
+        if isinstance(cache, DumpConfig):
+            try:
+                refuse_missing(corpus=cache.corpus)
+                refuse_no_text(cache.corpus, cache.text_column, cache.pair_columns)
+            except CorpusError as error:
+                study.source.fail(("dump", "corpus"), str(error))
         if isinstance(cache, str) and is_url(cache):
             continue
         heads = _heads_of(cache)

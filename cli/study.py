@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_misshapen
+from minilm_cache.cli.early import refuse_unfit
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -50,7 +50,7 @@ def study(
     from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - it takes half a second
 
     settings = read_study(document)
-    refuse_misshapen(settings)
+    refuse_unfit(settings)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.study import run_study  # noqa: PLC0415 - importing it takes seconds
 

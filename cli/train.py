@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -27,6 +27,9 @@ from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.train.run import TrainResult
+
+_FEW: Final = 4
+"""Fewer held-out sequences than these say nothing about a student."""
 
 
 @options(
@@ -103,6 +106,9 @@ def _print(result: "TrainResult", place: str) -> None:
         | {student.arch: _path(result, student) or "diverged" for student in record.students}
     )
     students_table(record.students, record.identity)
+    if 0 < result.num_held_out < _FEW:
+        few = counted(result.num_held_out, "sequence")
+        print_pairs({"held out": f"{few}, too few to tell whether students became better: give more text"})
     if not _worse(result):
         # A report opens no URL that a run names: whoever runs it says that it is trusted.
         cache = ["--cache", without_secrets(place)] if is_url(place) else []
@@ -111,7 +117,9 @@ def _print(result: "TrainResult", place: str) -> None:
 
 
 def _worse(result: "TrainResult") -> list[str]:
-    """Return the shapes of the students that ended worse than they began."""
+    """Return the shapes of the students that ended worse than they began, as far as that can be told."""
+    if result.num_held_out < _FEW:
+        return []
     return [student.arch for student in result.record.students if student.ended_worse]
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from minilm_cache.cache import Cache, CachedSequence, open_cache
     from minilm_cache.dump.config import DumpConfig
     from minilm_cache.dump.run import DumpResult, dump_cache
+    from minilm_cache.evaluate.run import Evaluation, evaluate_models
+    from minilm_cache.evaluate.settings import EvaluateConfig
     from minilm_cache.models.generation import TextGenerator
     from minilm_cache.report.maps import attention_figure
     from minilm_cache.report.runs import Student, TrainedRun
@@ -31,6 +33,8 @@ _HOMES = {
     "CachedSequence": "cache",
     "DumpConfig": "dump.config",
     "DumpResult": "dump.run",
+    "EvaluateConfig": "evaluate.settings",
+    "Evaluation": "evaluate.run",
     "Session": "session",
     "SliceConfig": "settings",
     "SliceResult": "slicing.run",
@@ -41,6 +45,7 @@ _HOMES = {
     "TrainedRun": "report.runs",
     "attention_figure": "report.maps",
     "dump_cache": "dump.run",
+    "evaluate_models": "evaluate.run",
     "open_cache": "cache",
     "results": "report.tables",
     "slice_teacher": "slicing.run",
@@ -53,6 +58,8 @@ __all__ = [
     "CachedSequence",
     "DumpConfig",
     "DumpResult",
+    "EvaluateConfig",
+    "Evaluation",
     "Session",
     "SliceConfig",
     "SliceResult",
@@ -64,6 +71,7 @@ __all__ = [
     "__version__",
     "attention_figure",
     "dump_cache",
+    "evaluate_models",
     "open_cache",
     "results",
     "slice_teacher",

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import version
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -30,6 +30,10 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
+from minilm_cache.wording import Described
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MODEL: Final = "model"
 PREDICTIONS: Final = "predictions"
@@ -39,8 +43,8 @@ _LIBRARIES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evaluation(Described):
     """Trials, summaries and files of an evaluation."""
 
     path: Path
@@ -51,6 +55,38 @@ class Evaluation:
     summaries: list[Summary]
     cards: list[Path]
     """Model cards that scores were written into."""
+
+    def describe(self) -> dict[str, object]:
+        """Return the lines of its description, by the names that people read."""
+        scores = {
+            f"{summary.model} on {summary.task} {name}": ", ".join(
+                f"{metric} {score.mean:.1f}" for metric, score in of_set.items()
+            )
+            for summary in self.summaries
+            for name, of_set in summary.scores.items()
+        }
+        return {"evaluation": self.path, "trials": len(self.trials), **scores}
+
+    def frame(self) -> "pd.DataFrame":
+        """Return a row for each model, task, set and metric: mean over seeds, deviation, number of seeds."""
+        import pandas as pd  # noqa: PLC0415 - only notebooks need it
+
+        rows = [
+            {
+                "model": summary.model,
+                "task": summary.task,
+                "track": summary.track,
+                "set": name,
+                "metric": metric,
+                "mean": score.mean,
+                "stddev": score.stddev,
+                "seeds": summary.seeds,
+            }
+            for summary in self.summaries
+            for name, of_set in summary.scores.items()
+            for metric, score in of_set.items()
+        ]
+        return pd.DataFrame(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +162,8 @@ def evaluate_models(
 
 
 def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary]) -> Iterator[str]:
-    """Yield a remark on each model that scores at most two standard errors above the commonest answer."""
+    """Yield a remark for each task whose models are at most two standard errors above one constant answer."""
+    remarks: dict[tuple[str, str, float], list[str]] = {}
     tried = {(trial.identity.task, trial.track.name): trial for trial in trials}
     for summary in summaries:
         trial = tried[summary.task, summary.track]
@@ -139,11 +176,14 @@ def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary
         )
         two_errors = 100 / sqrt(sum(map(len, trial.track.dev.values())))  # of a share, at most
         if found <= chance + two_errors:
-            what = f"{summary.model} on {summary.task} {summary.track}".strip()
-            yield (
-                f"{what}: {found:.1f} is no better than chance: the commonest class for every text scores "
-                f"{chance:.1f}. More --epochs, another --lr or more examples may help"
+            remarks.setdefault((summary.task, summary.track, chance), []).append(
+                f"{summary.model} {found:.1f}"
             )
+    for (task, track, chance), models in remarks.items():
+        yield (
+            f"{task} {track}".strip() + f": no better than chance, since the commonest class for every text "
+            f"scores {chance:.1f}: {', '.join(models)}. More --epochs, another --lr or more examples may help"
+        )
 
 
 def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:

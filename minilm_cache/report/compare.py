@@ -14,12 +14,13 @@ import torch
 from minilm_cache.cache import Cache
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.models.load import load_model
+from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import Objective
-from minilm_cache.storage_schema.states import LABELS
+from minilm_cache.storage_schema.states import LABELS, POOLED
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.heldout import (
     MAX_SEQUENCES,
@@ -99,6 +100,36 @@ def _loss_function(student: TappedModel, objective: Objective) -> Callable[[Stud
         return module.losses(module(read(student, module, batch), batch, "dense"))
 
     return losses
+
+
+@torch.no_grad()
+def held_out_cosine(cache: Cache, teacher: Teacher, students: Sequence[Path]) -> list[float | None]:
+    """Return 1 less the mean cosine of each student's vectors with the teacher's, on held-out sequences.
+
+    Args:
+        cache: cache with pooled vectors; at most 256 of its held-out sequences are read.
+        teacher: teacher that the cache was dumped from.
+        students: folders of sentence encoders.
+
+    Returns:
+        A number between 0 and 2 for each student. None for each where nothing is held out.
+
+    Raises:
+        IdentityMismatchError: the cache was dumped from another teacher.
+        TeacherError: a folder holds no sentence encoder.
+    """
+    check_is_teacher_of(teacher, cache)
+    encoders = [SentenceEncoder.load(folder).to(teacher.device) for folder in students]
+    wanted = WantedTargets(kinds=(), signals=(POOLED,))
+    reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
+    sums, count = [0.0] * len(encoders), 0
+    for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
+        expected = batch.signals[POOLED].float()
+        count += len(expected)
+        for index, encoder in enumerate(encoders):
+            vectors = encoder(batch.inputs.ids, batch.inputs.valid.long())
+            sums[index] += float((1 - torch.cosine_similarity(vectors, expected)).sum())
+    return [total / count if count else None for total in sums]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import Objective
-from minilm_cache.report.compare import is_teacher_of, live_held_out_kl
+from minilm_cache.report.compare import held_out_cosine, is_teacher_of, live_held_out_kl
 from minilm_cache.report.runs import TrainedRun, open_runs
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
@@ -132,6 +132,7 @@ def students_table(
     ]
     sizes = {name: model_size(model.config, model.length) for name, model in models.items()}
     rates = inference_rates(models, choose_device(device))
+    losses = {run.path: _losses(run, teacher) for run in runs}
     rows = []
     for run, teacher_name, names in zip(runs, teachers, added, strict=True):
         kls, common, kl_to = _held_out(run, teacher)
@@ -139,7 +140,7 @@ def students_table(
         for student, name, share in zip(run.record.students, names, shares, strict=True):
             own_s = None if run.record.train_s is None else run.record.train_s * share
             row = {**_run_columns(run), **_name_columns(run, student), "own_train_s": own_s}
-            row |= {"diverged_at": student.diverged_at, "held_out_loss": student.loss_after}
+            row |= {"diverged_at": student.diverged_at, "held_out_loss": losses[run.path][student.arch][0]}
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
@@ -148,7 +149,36 @@ def students_table(
             row["num_parameters"] = student.num_parameters  # with a linear map, which sizes leave out
             row |= _kl_columns(kls.get(student.arch))
             rows.append({column: row.get(column) for column in STUDENTS.names})
-    return _with_scores(_with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs), runs, scores or {})
+    table = _with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs, losses)
+    return _with_scores(table, runs, scores or {})
+
+
+_Losses = Mapping[str, tuple[float | None, Mapping[str, float]]]
+"""Held-out loss of an objective and its parts, by student."""
+
+
+def _losses(run: TrainedRun, teacher: Teacher | None) -> _Losses:
+    """Return held-out losses to the teacher that students are compared with.
+
+    A student of an assistant has recorded its losses to that one: they are left out, but for the cosine of
+    vectors, which is measured again.
+    """
+    students = run.record.students
+    if run.is_compared_with_own:
+        return {student.arch: (student.loss_after, student.held_out_after or {}) for student in students}
+    found: dict[str, tuple[float | None, Mapping[str, float]]]
+    found = {student.arch: (None, {}) for student in students}
+    states, spec = run.reference.manifest.identity.states, run.record.identity.spec
+    if states is None or states.pooled is None or not spec.needs.pooled or not run.has_teachers_pieces:
+        return found
+    if teacher is None or not is_teacher_of(teacher, run.reference):
+        return found
+    cosines = held_out_cosine(run.reference, teacher, [run.folder(student) for student in run.students])
+    for student, cosine in zip(run.students, cosines, strict=True):
+        if cosine is not None:
+            is_whole = set(student.held_out_after or ()) == {"cosine"}
+            found[student.arch] = (cosine if is_whole else None, {"cosine": cosine})
+    return found
 
 
 def _with_scores(
@@ -162,7 +192,7 @@ def _with_scores(
     return table
 
 
-def _with_parts(table: pa.Table, runs: Sequence[TrainedRun]) -> pa.Table:
+def _with_parts(table: pa.Table, runs: Sequence[TrainedRun], losses: Mapping[Path, _Losses]) -> pa.Table:
     """Add the parts of the held-out loss of an objective that compares no relations.
 
     Of several objectives those get columns, named after them, whose students give vectors or scores: their
@@ -170,15 +200,15 @@ def _with_parts(table: pa.Table, runs: Sequence[TrainedRun]) -> pa.Table:
     """
     specs = {run.record.identity.in_words(): run.record.identity.spec for run in runs}
     for objective, spec in specs.items():
-        losses = [
-            student.held_out_after or {} if run.record.identity.in_words() == objective else {}
+        of_students = [
+            losses[run.path][student.arch][1] if run.record.identity.in_words() == objective else {}
             for run in runs
             for student in run.record.students
         ]
         has_parts = not (spec.is_relational if len(specs) == 1 else spec.needs.relations)
         named = "" if len(specs) == 1 else f"{objective}, "
-        for part in dict.fromkeys(part for each in losses for part in each) if has_parts else ():
-            column = pa.array([of_student.get(part) for of_student in losses], pa.float64())
+        for part in dict.fromkeys(part for each in of_students for part in each) if has_parts else ():
+            column = pa.array([of_student.get(part) for of_student in of_students], pa.float64())
             table = table.append_column(f"{PART}{named}{part}", column)
     return table
 

@@ -126,7 +126,7 @@ FileState = tuple[int, int, int]
 
 READ_REMEDY: Final = (
     "Run `minilm-cache verify --full` for the extent of the damage, then the `minilm-cache dump` command of "
-    "this cache with `--check full` to write damaged shards again, or fetch the cache again."
+    "this cache with `--check full` to write damaged shards again. The same `minilm-cache pull` mends a copy."
 )
 """What helps where a file of a cache is damaged."""
 _MAX_BYTES: Final = 2**32

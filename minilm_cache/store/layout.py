@@ -25,6 +25,8 @@ def described_otherwise(folder: Path) -> str:
         students = ", ".join(str(file.parent) for file in sorted(folder.glob("students/*/config.json")))
         models = f" Its students are models: {students}." if students else " It has no trained student yet."
         return f" It is a run: `minilm-cache info` shows it.{models}"
+    if next(folder.glob("runs/*/run.json"), None) is not None:
+        return " It is a study or a chain: `minilm-cache report` and `evaluate` take it."
     if (folder / "config.json").is_file():
         return " It is a model: `dump --teacher`, `evaluate`, `speed` and `embeddings` take it."
     return ""

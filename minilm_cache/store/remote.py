@@ -144,6 +144,10 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
     except BaseException as error:  # fsspec's file systems raise any error of the libraries below them
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
+        if "NoSuchBucket" in str(error):
+            raise StorageError(
+                f"cannot {doing} {url}: there is no such bucket. Check its name, or create it."
+            ) from error
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (_DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
         raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error

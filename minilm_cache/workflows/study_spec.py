@@ -542,11 +542,11 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
     missing = _lacking(config, cache)
     if missing:
         given = [name for name in missing if name in cache.model_fields_set and getattr(cache, name)]
-        source.fail(
-            location,
-            f"objective {config.objective} needs {' and '.join(missing)}, which this cache will not hold; "
-            f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}",
-        )
+        remedy = f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}"
+        if cache.serve and not given:
+            remedy = f"add {config.objective} to `for`, or leave `for` out to store what all objectives need"
+        needs = f"objective {config.objective} needs {' and '.join(missing)}"
+        source.fail(location, f"{needs}, which this cache will not hold; {remedy}")
 
 
 def _lacking(config: TrainConfig, cache: DumpConfig) -> list[str]:

@@ -56,7 +56,7 @@ def test_scores_by_chance_are_said(teacher: Path, tmp_path: Path, command: Comma
     words = ("evaluate", teacher, "--task", "sst2", "--data", data, "--epochs", 1, "--max-length", 16)
     code, _, err = command(*words, "--lr", "1e-9", "--out", tmp_path / "out")
     assert code == 0, err
-    assert "is no better than chance: the commonest class for every text scores 50.0" in err
+    assert "sst2: no better than chance, since the commonest class for every text scores 50.0: teacher" in err
 
 
 def test_each_set_of_mnli_has_its_own_answers_in_words(

@@ -16,7 +16,7 @@ from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.integration.train.test_train_options import go, lines
-from tests.support import World, save_teacher
+from tests.support import World, write_corpus
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, archs: tuple[str, ...], at: int) -> None:
@@ -51,7 +51,19 @@ def test_a_student_that_diverges_is_stopped_and_harms_nobody(
     assert sound["diverged_at"] is None
 
 
+def test_few_held_out_sequences_decide_nothing(world: World, command: Command) -> None:
+    world.dump()
+    train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 20, "--out", world.root / "run")
+    code, out, err = command(*train, "--lr", 1)
+
+    assert code == 0, err
+    assert "too few to tell whether students became better" in out
+    code, out, _ = command(*train, "--lr", 1, "--json")
+    assert json.loads(out)["students"][0]["ended_worse"]
+
+
 def test_a_student_that_ends_worse_is_an_error_after_the_results(world: World, command: Command) -> None:
+    write_corpus(world.corpus, 400)
     world.dump()
     train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 20, "--out", world.root / "run")
     line = command.fails(

@@ -437,7 +437,7 @@ def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
         ({"objective": " [mlm-kd]", "caches": "\n  one: {for: [minilm]}"}, "objective mlm-kd needs labels"),
         (
             {"objective": " [hidden-mse]", "caches": "\n  one: {for: [minilm]}"},
-            "give {for: [hidden-mse]}",
+            "add hidden-mse to `for`, or leave `for` out",
         ),
         ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
         ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),

@@ -1,11 +1,18 @@
 """Relations first, then vectors: one line of train, of a chain, and of a study."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
 
+from minilm_cache.cache import open_cache
 from minilm_cache.report.tables import summary_table
+from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
 from tests.support import World, dump_arguments
@@ -69,6 +76,45 @@ def test_assistants_of_relations_give_no_vectors(world: World, command: Command)
     shapes = ("--assistant", "2x32", "--arch", "1x16:h4")
     objectives = ("--objective", "minilm", "--first", "embedding")
     command.fails(*chain, *shapes, *objectives, code=2, says="Exchange --first and --objective")
+
+
+def test_students_of_an_assistant_are_compared_with_the_teachers_vectors(
+    world: World, command: Command
+) -> None:
+    """Not with those of the assistant that they learned; transformers says how far the teacher's are."""
+    (world.root / "study.yaml").write_text(
+        f"""
+dump: {{teacher: {world.teacher}, corpus: {world.corpus}, max_length: 32, pooling: mean}}
+arch: [1x16, 1x32]
+objective: [embedding, minilm]
+assistants: [2x32]
+train: {{steps: 2, batch_size: 4, init: random}}
+"""
+    )
+    out = world.root / "study"
+    code, printed, err = command("study", world.root / "study.yaml", "--out", out, "--json")
+    assert code == 0, err
+    cache = open_cache(out / "caches" / "cache")
+    rows = [row for row in json.loads(printed)["students"] if row["objective"] == "embedding"]
+    assert len(rows) == 4
+    for row in rows:
+        folder = out / "runs" / row["run"] / "students" / row["arch"]
+        cosines = [
+            torch.cosine_similarity(
+                torch.from_numpy(of_ids(folder, sequence.input_ids)), sequence.states()[POOLED][0], dim=0
+            )
+            for sequence in cache[cache.manifest.num_train :]
+        ]
+        assert row["loss: embedding, cosine"] == pytest.approx(1 - float(np.mean(cosines)), abs=1e-4)
+
+
+def of_ids(folder: Path, ids: torch.Tensor) -> np.ndarray:
+    """Return a student's vector of token ids, by transformers and the maps beside it."""
+    states = AutoModel.from_pretrained(folder)(input_ids=ids[None].long()).last_hidden_state[0].mean(0)
+    if (folder / "2_Dense").exists():
+        weights = load_file(folder / "2_Dense" / "model.safetensors")
+        states = weights["linear.weight"] @ states + weights["linear.bias"]
+    return np.asarray(states.detach().numpy())
 
 
 def test_a_study_compares_vectors_with_relations_first(world: World, command: Command) -> None:
