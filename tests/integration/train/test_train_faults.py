@@ -16,7 +16,7 @@ from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.integration.train.test_train_options import go, lines
-from tests.support import World, write_corpus
+from tests.support import World, save_teacher, write_corpus
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, archs: tuple[str, ...], at: int) -> None:
