@@ -133,15 +133,21 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
             parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
 
 
-def refuse_unfit(study: "Study") -> None:
-    """Raise InvalidConfigError for a text of a study that is not there, or a shape that has not its heads."""
+def refuse_unfit(study: "Study", *, here: bool) -> None:
+    """Raise InvalidConfigError for a text of a study that is not there, or a shape that heads do not divide.
+
+    Args:
+        study: the study.
+        here: whether this machine dumps, so that it must have the text.
+    """
     for name, cache in study.caches.items():
-        if isinstance(cache, DumpConfig):
+        if isinstance(cache, DumpConfig) and here:
             try:
                 refuse_missing(corpus=cache.corpus)
                 refuse_no_text(cache.corpus, cache.text_column, cache.pair_columns)
             except CorpusError as error:
-                study.source.fail(("dump", "corpus"), str(error))
+                own = ("caches", name, "corpus")
+                study.source.fail(own if study.source.holds(own) else ("dump", "corpus"), str(error))
         if isinstance(cache, str) and is_url(cache):
             continue
         heads = _heads_of(cache)

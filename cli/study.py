@@ -50,7 +50,7 @@ def study(
     from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - it takes half a second
 
     settings = read_study(document)
-    refuse_unfit(settings)
+    refuse_unfit(settings, here=engine is None)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.study import run_study  # noqa: PLC0415 - importing it takes seconds
 

@@ -87,10 +87,11 @@ def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
         "cache": cache,
         "tokens_per_s": result.tokens_per_s,
         "steps": result.record.identity.steps,
+        "num_held_out": result.num_held_out,
         "students": [
             {
                 **student.model_dump(mode="json"),
-                "ended_worse": student.ended_worse,
+                "ended_worse": student.ended_worse if result.num_held_out >= _FEW else None,
                 "path": _path(result, student),
             }
             for student in result.record.students

@@ -190,12 +190,12 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
         """Return the score that settings are chosen by: the mean of all metrics of all dev sets."""
         return mean(mean(scores[name].values()) for name in scores)
 
-    def by_chance(self, track: Track[AnyExample]) -> float | None:
-        """Return the headline of a model that gives the commonest answer of the training set to everything.
+    def by_chance(self, track: Track[AnyExample]) -> dict[str, float]:
+        """Return the accuracy, between 0 and 1, of the commonest answer of the training set, by dev set.
 
-        None means that the kind has no such answer.
+        It is empty where there is no such answer, or accuracy is not measured.
         """
-        return None
+        return {}
 
     @abstractmethod
     def file(self, set_name: str) -> str:

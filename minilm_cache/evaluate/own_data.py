@@ -49,7 +49,7 @@ class OwnDataPlaces(Protocol):
 def own_data(config: OwnDataPlaces, *, home: Path | None) -> OwnData:
     """Return the data that settings name, with the documents of a corpus beside those of the data.
 
-    A text of the corpus that is a document already is not added again.
+    A text of the corpus that is a document already, but for white space, is not added again.
 
     Args:
         config: which data are read.
@@ -65,9 +65,13 @@ def own_data(config: OwnDataPlaces, *, home: Path | None) -> OwnData:
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
 
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
-    known = set(data.documents.values())
-    further = [text for text in dict.fromkeys(corpus.texts()) if text not in known]
-    added = {f"corpus {number}": text for number, text in enumerate(further)}
+    known = {" ".join(text.split()) for text in data.documents.values()}
+    further = {" ".join(text.split()): text.strip() for text in corpus.texts()}
+    name = "corpus"
+    while any(document.startswith(f"{name} ") for document in data.documents):
+        name += "+"
+    texts = [text for words, text in further.items() if words not in known]
+    added = {f"{name} {number}": text for number, text in enumerate(texts)}
     return replace(data, documents={**added, **data.documents})
 
 

@@ -1,7 +1,7 @@
 """Evaluate models on tasks, in one trial per setting and seed. Finished trials are not run again."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -59,7 +59,7 @@ class Evaluation(Described):
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
         scores = {
-            f"{summary.model} on {summary.task} {name}": ", ".join(
+            " ".join(filter(None, (summary.model, "on", summary.task, summary.track, name))): ", ".join(
                 f"{metric} {score.mean:.1f}" for metric, score in of_set.items()
             )
             for summary in self.summaries
@@ -162,28 +162,29 @@ def evaluate_models(
 
 
 def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary]) -> Iterator[str]:
-    """Yield a remark for each task whose models are at most two standard errors above one constant answer."""
-    remarks: dict[tuple[str, str, float], list[str]] = {}
+    """Yield a remark for each task on models whose accuracy may be that of a constant answer."""
     tried = {(trial.identity.task, trial.track.name): trial for trial in trials}
-    for summary in summaries:
-        trial = tried[summary.task, summary.track]
-        chance = trial.kind.by_chance(trial.track)
-        if chance is None or not summary.scores:
-            continue
-        means = {name: summary.scores[name] for name in trial.track.dev}
-        found = trial.kind.headline(
-            {name: {metric: score.mean for metric, score in scores.items()} for name, scores in means.items()}
-        )
-        two_errors = 100 / sqrt(sum(map(len, trial.track.dev.values())))  # of a share, at most
-        if found <= chance + two_errors:
-            remarks.setdefault((summary.task, summary.track, chance), []).append(
-                f"{summary.model} {found:.1f}"
+    for (task, name), trial in tried.items():
+        chances = trial.kind.by_chance(trial.track)
+        ours = [summary for summary in summaries if (summary.task, summary.track) == (task, name)]
+        models = [summary.model for summary in ours if chances and _may_be_chance(summary, chances)]
+        shares = ", ".join(f"{100 * share:.1f} in {dev}" for dev, share in chances.items())
+        if models:
+            yield (
+                f"{task} {name}".strip() + ": not to be told from chance with so few examples or so little "
+                f"training: {', '.join(models)} (accuracy of the commonest class for every text: {shares})"
             )
-    for (task, track, chance), models in remarks.items():
-        yield (
-            f"{task} {track}".strip() + f": no better than chance, since the commonest class for every text "
-            f"scores {chance:.1f}: {', '.join(models)}. More --epochs, another --lr or more examples may help"
-        )
+
+
+def _may_be_chance(summary: Summary, chances: Mapping[str, float]) -> bool:
+    """Return whether accuracies are within two standard errors of shares, between 0 and 1, by dev set."""
+    found = {name: summary.scores.get(name, {}).get("accuracy") for name in chances}
+    return all(
+        score is not None
+        and score.mean / 100 < chances[name] + 2 * sqrt(chances[name] * (1 - chances[name]) / count)
+        for name, score in found.items()
+        for count in (summary.num_scored.get(name, 1),)
+    )
 
 
 def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:

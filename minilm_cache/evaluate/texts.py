@@ -108,18 +108,16 @@ class TextKind(Kind[TextTask, TextExample]):
         labels = np.asarray([example.label for example in examples], np.float64)
         return text_scores(self.task.metrics, predicted, labels)
 
-    def by_chance(self, track: Track[TextExample]) -> float | None:
-        """Return the headline of the commonest class; see `Kind.by_chance`. None for values on a scale."""
+    def by_chance(self, track: Track[TextExample]) -> dict[str, float]:
+        """Return the accuracy of the commonest class by dev set; see `Kind.by_chance`."""
         counts = Counter(example.label for example in track.train)
-        if self.task.is_regression or not counts:
-            return None
+        if self.task.is_regression or not counts or "accuracy" not in self.task.metrics:
+            return {}
         label = counts.most_common(1)[0][0]
-        return self.headline(
-            {
-                name: self.scores(name, examples, np.full(len(examples), label, np.float64))
-                for name, examples in track.dev.items()
-            }
-        )
+        return {
+            name: sum(example.label == label for example in examples) / len(examples)
+            for name, examples in track.dev.items()
+        }
 
     def file(self, set_name: str) -> str:
         """Return the name of the file for the predictions of a set."""

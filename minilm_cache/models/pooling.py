@@ -8,6 +8,7 @@ names the code to run.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Final, get_args
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import refuse_other_reading, text_length
 from minilm_cache.models.exported import ExportedModel, load_to_run
+from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import read_json
@@ -230,6 +232,19 @@ def projection_to(width: int, hidden_size: int, *, bias: bool = True) -> list[De
     if width == hidden_size:
         return []
     return [DenseLayer(nn.Linear(hidden_size, width, bias=bias), nn.Identity())]
+
+
+def num_map_weights(folder: Path) -> int:
+    """Return the weights of the linear maps in a sentence encoder's folder; 0 where there are none.
+
+    Raises:
+        TeacherError: a file is damaged.
+    """
+    count = 0
+    for file in folder.glob("*_Dense/model.safetensors"):
+        with library_errors(f"read {file}"), safetensors.safe_open(file, "pt") as opened:
+            count += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
 
 
 def load_pooler(

@@ -13,7 +13,7 @@ from minilm_cache.objectives.config import (
     ObjectiveConfig,
     check_codec,
     check_layers,
-    check_states,
+    check_pooled,
     held_signals,
 )
 from minilm_cache.objectives.several import OtherTeachers, other_teachers
@@ -109,7 +109,8 @@ def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wante
     missing = [name for name in wanted.signals if name not in held_signals(stored)]
     if not missing:
         return
-    check_states(config, stored)
+    for each in config.each:
+        check_pooled(each, stored)
     kinds = dict.fromkeys(name.signal for name in missing)
     options = [
         signal_of(SignalName(kind)).option_for([name for name in missing if name.signal == kind])

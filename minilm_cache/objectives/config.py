@@ -331,11 +331,7 @@ def held_signals(stored: StatesIdentity | None) -> tuple[SignalName, ...]:
 def check_states(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
     """Raise InvalidConfigError for an objective that needs a kind of states of which a cache holds none."""
     objective, needs, held = config.objective, config.spec.needs, held_signals(stored)
-    if needs.pooled and POOLED not in held:
-        raise InvalidConfigError(
-            f"--objective {objective} needs pooled vectors, which this cache does not hold. Dump one "
-            f"with --for {objective}, or with --for minilm,{objective} to keep relations."
-        )
+    check_pooled(config, stored)
     kinds = {name.signal for name in held}
     missing = [words for kind, words in _states_of(needs).items() if kind not in kinds]
     if missing:
@@ -343,6 +339,15 @@ def check_states(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
             f"--objective {objective} needs states that this cache does not hold: {', '.join(missing)}. Add "
             "them: `minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for "
             f"{objective}."
+        )
+
+
+def check_pooled(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
+    """Raise InvalidConfigError for an objective that needs pooled vectors where none are held."""
+    if config.spec.needs.pooled and POOLED not in held_signals(stored):
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
+            f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
         )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.pooling import num_map_weights
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import Objective
@@ -146,7 +147,7 @@ def students_table(
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
             row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
             row |= {"kl_to": kl_to, "kl_common": common.get(student.arch), **asdict(sizes[name])}
-            row["num_parameters"] = student.num_parameters  # with a linear map, which sizes leave out
+            row["num_parameters"] = sizes[name].num_parameters + num_map_weights(run.folder(student))
             row |= _kl_columns(kls.get(student.arch))
             rows.append({column: row.get(column) for column in STUDENTS.names})
     table = _with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs, losses)
@@ -174,9 +175,9 @@ def _losses(run: TrainedRun, teacher: Teacher | None) -> _Losses:
     if teacher is None or not is_teacher_of(teacher, run.reference):
         return found
     cosines = held_out_cosine(run.reference, teacher, [run.folder(student) for student in run.students])
+    is_whole = run.record.identity.loss in ((), ("cosine",))
     for student, cosine in zip(run.students, cosines, strict=True):
-        if cosine is not None:
-            is_whole = set(student.held_out_after or ()) == {"cosine"}
+        if cosine is not None and "cosine" in (student.held_out_after or ()):
             found[student.arch] = (cosine if is_whole else None, {"cosine": cosine})
     return found
 

@@ -300,8 +300,11 @@ class _Space:
         states = self.cache.manifest.identity.states
         if not probe.spec.needs.pooled or states is None or states.pooled is None:
             return 0
+        hidden_size = self.configs[arch].hidden_size
+        if probe.also:  # students of several teachers keep a turned map of their own width
+            return int(hidden_size**2)
         with torch.device("meta"):
-            layers = projection_to(states.pooled.width, self.configs[arch].hidden_size)
+            layers = projection_to(states.pooled.width, hidden_size)
         return sum(weight.numel() for layer in layers for weight in layer.parameters())
 
     def measured(self, arch: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:

@@ -87,6 +87,14 @@ class Source:
         places = [place if is_url(place) else place_of(str(self.resolve(place))) for place in also]
         return {**training, "also": places}
 
+    def holds(self, location: Location) -> bool:
+        """Return whether the document gives a value at a location."""
+        node: yaml.Node | None = self._root
+        for part in location:
+            found = None if node is None else _child(node, part)
+            node = None if found is None else found[1]
+        return node is not None
+
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""
         line, node = self._root.start_mark.line, self._root

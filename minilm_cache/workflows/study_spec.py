@@ -543,7 +543,10 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
     if missing:
         given = [name for name in missing if name in cache.model_fields_set and getattr(cache, name)]
         remedy = f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}"
-        if cache.serve and not given:
+        off = [name for name in missing if name in cache.model_fields_set and not getattr(cache, name)]
+        if off:
+            remedy = f"leave out {' and '.join(off)}"
+        elif cache.serve and not given:
             remedy = f"add {config.objective} to `for`, or leave `for` out to store what all objectives need"
         needs = f"objective {config.objective} needs {' and '.join(missing)}"
         source.fail(location, f"{needs}, which this cache will not hold; {remedy}")

@@ -63,6 +63,7 @@ READ = {
     "study key.yaml": "key.yaml, line 3, train.stepps: there is no such setting",
     "study shape.yaml": "shape.yaml, line 2, arch.0: --arch 3x3z",
     "study text.yaml --dry-run": "text.yaml, line 1, dump.corpus: corpus nosuch.txt does not exist",
+    "study own.yaml": "own.yaml, line 3, caches.two.corpus: corpus nosuch.txt does not exist",
     "study heads.yaml": "heads.yaml, line 2, arch.1: --arch 3x33",
     "evaluate teacher --task table.csv --label-column nosuch": "no column 'nosuch'",
     "evaluate teacher --task nosuch.csv": "nosuch.csv is not a file",
@@ -100,6 +101,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     study = "dump: {teacher: teacher, corpus: notes.txt}\n"
     (folder / "key.yaml").write_text(f"{study}arch: [2x32]\ntrain: {{stepps: 3}}\n")
     (folder / "text.yaml").write_text("dump: {teacher: teacher, corpus: nosuch.txt}\narch: [2x32]\n")
+    two = "caches:\n  two: {corpus: nosuch.txt}\n"
+    (folder / "own.yaml").write_text(f"dump: {{teacher: teacher}}\n{two}arch: [2x32]\n")
     (folder / "heads.yaml").write_text(f"{study}arch: [2x32, 3x33]\n")
     (folder / "shape.yaml").write_text(f"{study}arch: [3x3z]\n")
     world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))

@@ -118,6 +118,9 @@ def test_a_collection_is_searched_beside_the_answers(
     assert code == 0, err
     assert f"searched in {len({row['answer'] for row in rows}) + 3} texts" in err
     found = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
+    texts.write_text("\n\n".join([*further, rows[0]["answer"]]) + "\n")  # the last one ends with a line
+    code, out, _ = command(*words, file, "--corpus", texts)
+    assert [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]] == found
     code, out, _ = command(*words, tmp_path / "beir")
     beir = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
     assert found == pytest.approx(beir, abs=2.0)  # it has one more text, "ba ba ba"

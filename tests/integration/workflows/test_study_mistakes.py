@@ -57,6 +57,10 @@ from tests.support import World
         ),
         ({"train": "\n  init_layers: 0,9", "arch": " [2x32]"}, "--init-layers 0,9: give different"),
         (
+            {"objective": " [embedding, minilm]", "caches": "\n  a: {codec: vectors, pooled: false}"},
+            "needs pooled, which this cache will not hold; leave out pooled",
+        ),
+        (
             {"objective": " [tinybert]", "caches": "\n  a: {codec: vectors, hidden: last}"},
             "needs hidden, which this cache will not hold; give {for: [tinybert]} in place of hidden",
         ),
