@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
-from minilm_cache.evaluate.own_data import OwnDataPlaces, read_own_data
-from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task, refuse_no_data
+from minilm_cache.evaluate.own_data import read_own_data
+from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
 from minilm_cache.models.arch import num_layers_of, parse_arch
 from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
@@ -98,12 +98,11 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
             check_own_columns(Path(name), config)
 
 
-def refuse_no_own_data(config: OwnDataPlaces) -> None:
+def refuse_no_own_data(path: Path, beside: FurtherTexts) -> None:
     """Raise CorpusError if retrieval data, or the texts beside them, are damaged or lack something."""
-    assert config.retrieval is not None
-    read_own_data(config.retrieval)
-    if config.corpus is not None:
-        refuse_no_text(config.corpus, config.text_column)
+    read_own_data(path)
+    if beside.corpus is not None:
+        refuse_no_text(beside.corpus, beside.text_column)
 
 
 def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool = True) -> None:

@@ -218,7 +218,7 @@ def embeddings(
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     if config.retrieval is not None:
-        refuse_no_own_data(config)
+        refuse_no_own_data(config.retrieval, config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

@@ -39,7 +39,7 @@ def mine(
     refuse_missing(
         models=[model], revision=config.revision, data=config.retrieval, corpus=config.corpus, out=out
     )
-    refuse_no_own_data(config)
+    refuse_no_own_data(config.retrieval, config)
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -77,7 +77,7 @@ def rerank(
     config = validated(RerankConfig, given)
     named = [*models, config.first_stage]
     refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
-    refuse_no_own_data(config)
+    refuse_no_own_data(config.retrieval, config)
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

@@ -212,13 +212,19 @@ def questions() -> str:
     """Return what generated questions score, beside copying the sentence."""
     found = read("questions")
     rows = [
-        [f"`{name}`", *map(str, (each["steps"], round(each["train_s"] / 60))), *_generated(each)]
+        [_generator(name), *map(str, (each["steps"], round(each["train_s"] / 60))), *_generated(each)]
         for name, each in found["models"].items()
     ]
     rows.append(["the sentence copied", "", "", *_generated(found["copied"])])
     return table_of(
         ["model", "steps", "minutes on one core", "BLEU-4", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows
     )
+
+
+def _generator(name: str) -> str:
+    """Return the name of a model, and what it is called besides; its steps have a column of their own."""
+    model, _, besides = name.partition(", ")
+    return f"`{model}`" + ("" if not besides or besides.endswith("steps") else f", {besides}")
 
 
 def _generated(scores: Mapping[str, float]) -> list[str]:
@@ -228,13 +234,13 @@ def _generated(scores: Mapping[str, float]) -> list[str]:
 def question_examples() -> str:
     """Return the first questions of the dev set, and what each model asks."""
     found = read("questions")
-    names = list(found["models"])
+    names = [name for name in found["models"] if not name.endswith(" steps")]
     rows = []
     for number, asked in enumerate(found["asked"]):
         sentence, _, answer = asked["source"].rpartition(" [SEP] ")
         said = [found["models"][name]["questions"][number] for name in names]
         rows.append([sentence, answer, asked["question"], *said])
-    return table_of(["sentence", "answer", "SQuAD's question", *(f"`{name}`" for name in names)], rows)
+    return table_of(["sentence", "answer", "SQuAD's question", *map(_generator, names)], rows)
 
 
 def exported_models() -> str:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from minilm_cache.corpus.formats import Documents
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.settings import refuse_no_data
+from minilm_cache.evaluate.settings import FurtherTexts, refuse_no_data
 
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of right documents that are no query."""
@@ -26,45 +25,25 @@ class OwnData:
     """For each query, the grade of each document that is right, above 0."""
 
 
-class OwnDataPlaces(Protocol):
-    """Which data are read."""
-
-    @property
-    def retrieval(self) -> Path | None:
-        """Folder in BEIR's layout, or a .jsonl file."""
-
-    @property
-    def corpus(self) -> str | None:
-        """Text whose documents are searched, too. None means those of the data alone."""
-
-    @property
-    def text_column(self) -> str | None:
-        """Column of the text. None means `text`."""
-
-    @property
-    def documents(self) -> Documents:
-        """What is a document in .txt files."""
-
-
-def own_data(config: OwnDataPlaces, *, home: Path | None) -> OwnData:
+def own_data(path: Path, beside: FurtherTexts, *, home: Path | None) -> OwnData:
     """Return the data that settings name, with the documents of a corpus beside those of the data.
 
     A text of the corpus that is a document already, but for white space, is not added again.
 
     Args:
-        config: which data are read.
+        path: folder in BEIR's layout, or a .jsonl file.
+        beside: which corpus is searched, too.
         home: folder of what is kept of texts from the hub. None means the user's.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
     """
-    assert config.retrieval is not None
-    data = read_own_data(config.retrieval)
-    if config.corpus is None:
+    data = read_own_data(path)
+    if beside.corpus is None:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
 
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
+    corpus = load_corpus(beside.corpus, beside.text_column, beside.documents, home=home)
     known = {" ".join(text.split()) for text in data.documents.values()}
     further = {" ".join(text.split()): text.strip() for text in corpus.texts()}
     name = "corpus"
