@@ -12,7 +12,7 @@ from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, opti
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.settings import validated
 from minilm_cache.store.urls import is_url
-from minilm_cache.train.folder import refuse_run
+from minilm_cache.train.folder import is_run
 
 if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
@@ -30,9 +30,8 @@ def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption =
     Example: minilm-cache verify --full notes.cache
     """
     config = validated(VerifyConfig, given)
-    if cache is not None:
-        refuse_run(Path(cache))
-    is_there = cache is not None and Path(cache).exists()  # a cache without its manifest is damaged
+    place = Path(cache or "")
+    is_there = place.exists() and not is_run(place)  # a cache without its manifest is damaged
     refuse_missing(cache=None if is_there else cache, teacher=config.teacher)
 
     from minilm_cache.workflows.verify import verify_cache  # noqa: PLC0415 - importing it takes seconds

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.store.durable import linked_part
 
 VIA: Final = "-via-"
@@ -74,14 +74,6 @@ class RunFolder:
                 f"another --out."
             )
         return self.path / path
-
-
-def refuse_run(path: Path) -> None:
-    """Raise InvalidConfigError for a run where a cache is wanted."""
-    if is_run(path):
-        raise InvalidConfigError(
-            f"{path} is a run, not a cache. Give its cache, whose place `minilm-cache info {path}` shows."
-        )
 
 
 def state_name(step: int) -> str:

@@ -13,7 +13,6 @@ from minilm_cache.session import ALONE, Session
 from minilm_cache.store.urls import is_url
 from minilm_cache.store.verify import Verdict, default_threads, verify, verify_url
 from minilm_cache.train.card import student_prompts
-from minilm_cache.train.folder import refuse_run
 
 _LISTED = 10
 """Most shards that a message lists."""
@@ -79,7 +78,7 @@ def verify_cache(
             the sequences done.
 
     Raises:
-        InvalidConfigError: a cache at a URL is to be compared with a teacher, or the folder is a run.
+        InvalidConfigError: a cache at a URL is to be compared with a teacher.
         MiniLMCacheError: the folder holds no cache, or the teacher cannot be run. Damage is not raised: it is
             part of the result.
     """
@@ -93,7 +92,6 @@ def verify_cache(
         remote = verify_url(str(path), session.home, full=config.full, session=session)
         return Verification(path=str(path), verdict=remote, again=None)
     path = Path(path)
-    refuse_run(path)
     verdict = verify(
         path, full=config.full, num_threads=default_threads(), check_rows=row_checker, session=session
     )

@@ -42,7 +42,7 @@ MISTAKES = {
     "rerank nosuch --retrieval notes.txt --first-stage mini": "nosuch",
     "speed mini nosuch": "nosuch",
     "verify nosuch": "no cache at nosuch",
-    "verify run": "run is a run, not a cache",
+    "verify run": "manifest.json is not there. It is a run",
     "export nosuch out.parquet": "no cache at nosuch",
     "trim nosuch --out o": "nosuch",
     "slice --teacher mini --arch 3x38q --out o": "--arch 3x38q",

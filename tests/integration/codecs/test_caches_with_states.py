@@ -199,7 +199,13 @@ def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, comm
     command.fails(*say, "--hidden", "last,1", code=2, says="give last, all")
     command.fails(*say, "--label-k", 4, code=2, says="--label-k goes with --labels")
     command.fails(*say, "--max-error", 0.1, code=2, says="--max-error goes with --hidden")
-    command.fails(*say, "--for", "minilm,bert", code=2, says="there is no objective bert; take minilm")
+    command.fails(
+        *say,
+        "--for",
+        "minilm,bert",
+        code=2,
+        says="there is no objective bert (did you mean tinybert?); take minilm",
+    )
     command.fails(*say, "--for", "tinybert", code=2, says="--k goes with --codec topk")
     command.fails(*say, "--for", "minilmv2", "--codec", "dense", code=2, says="leave out --codec dense")
     command.fails(

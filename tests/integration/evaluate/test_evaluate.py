@@ -285,7 +285,10 @@ def test_card_gets_rows_that_are_replaced(teacher: Path, tmp_path: Path, command
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--task", "sst3"), "--task sst3: there is no task sst3; the tasks are cola, sst2"),
+        (
+            ("--task", "sst3"),
+            "--task sst3: there is no task sst3 (did you mean sst2?); the tasks are cola, sst2",
+        ),
         (("--task", "sst2", "--grid", "paper", "--lr", "1e-5"), "leave out --lr and --epochs"),
         (("--task", "sst2", "--seeds", "0"), "--seeds 0"),
         (("--task", "sst2", "--lr", "-1"), "--lr"),
