@@ -53,7 +53,9 @@ def main() -> None:
     for each in given.models:
         name, _, place = each.rpartition("=")
         folder = str(locate_teacher(place).folder) if "=" in each else place
-        trials = evaluate_models(config, [folder], out=given.home / "trials", session=Session(given.home))
+        trials = evaluate_models(
+            config, [folder], out=given.home / "trials", session=Session(given.home, progress=True)
+        )
         (trial,), (where,) = trials.trials, trials.folders
         rows = [json.loads(line) for line in (where / "predictions/dev.jsonl").read_text().splitlines()]
         models = read_result("questions").get("models", {})

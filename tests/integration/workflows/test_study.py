@@ -242,6 +242,16 @@ def test_caches_hold_what_the_objectives_need(world: World, command: Command) ->
         assert row["loss: embedding, cosine"] == own
 
 
+def check_row_of_teacher(page: str, accuracy: float) -> None:
+    """Check that a page has a row of the teacher, as wide as the table, with its score."""
+    row, head = (
+        page.partition(first)[2].partition(last)[0]
+        for first, last in (('<tr class="teacher">', "</tr>"), ("<thead>", "</thead>"))
+    )
+    assert f"<td>{accuracy:.1f}</td>" in row
+    assert row.count("<td") + row.count("<th") == head.count("<th ")
+
+
 def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     """Assistants between, scores of teacher and students, and one closeness to one teacher for all."""
     data = write_sst2(world.root / "glue" / "SST-2", num_train=16, num_dev=8)
@@ -273,13 +283,8 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     assert models == ["teacher", *(f"{row['run']}/{row['arch']}" for row in rows)]
     page = (world.root / "shapes" / "report.html").read_text()
     assert "sst2 dev accuracy" in page
-    assert f"{via} is the cache of an assistant, " in page
-    teachers = printed["scores"]["summaries"][0]["scores"]["dev"]["accuracy"]["mean"]
-    row = page.partition('<tr class="teacher">')[2].partition("</tr>")[0]
-    assert f"<td>{teachers:.1f}</td>" in row
-    assert row.count("<td") + row.count("<th") == page.partition("<thead>")[2].partition("</thead>")[0].count(
-        "<th "
-    )
+    assert f"{via} is the cache of an assistant" in page
+    check_row_of_teacher(page, printed["scores"]["summaries"][0]["scores"]["dev"]["accuracy"]["mean"])
     frame = results(world.root / "shapes")
     known = frame.set_index(["run", "arch"])["kl_sum"]
     for row in rows:  # the cache stands for the teacher here, and an assistant's is not compared with it
