@@ -22,10 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numcodecs.zstd import Zstd
-from pcodec import ChunkConfig, standalone
+from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, standalone
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.storage_schema.arrays import ArraySpec, sequence_columns
+from minilm_cache.storage_schema.arrays import PCODEC_ROWS, ArraySpec, sequence_columns
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.metadata import PCODEC_LEVEL, ZSTD_LEVEL
@@ -35,6 +35,9 @@ from minilm_cache.store.layout import below
 
 _CRC_BYTES: Final = 4
 _TRANSPOSED_ROWS: Final = 32
+"""Rows that are transposed at once, so few that they stay in the fastest cache."""
+_PAGE_CODES: Final = 8 * PCODEC_ROWS
+"""Codes that pcodec describes by one distribution: eight components (benchmarks/compressors.py)."""
 _HEADER_BYTES: Final = 2**16
 """Bytes that a chunk may have in addition to twice its decoded size."""
 _ENTRY_BYTES: Final = 16
@@ -86,7 +89,6 @@ def _copy(rows: npt.NDArray[np.generic], to: npt.NDArray[np.generic]) -> None:
     if rows.flags.c_contiguous:
         to[:] = rows
         return
-    # Few rows at a time, which stay in the fastest cache while they are transposed.
     for first in range(0, len(rows), _TRANSPOSED_ROWS):
         part = rows[first : first + _TRANSPOSED_ROWS].copy(order="K")
         to[first : first + _TRANSPOSED_ROWS] = part
@@ -178,11 +180,8 @@ class ShardEncoder:
         """Return a chunk as it is written; any thread may do it, since compressing releases Python's lock."""
         values = np.ascontiguousarray(chunk, np.dtype(self._spec.dtype).newbyteorder("<"))
         if self._spec.compressor == "pcodec":
-            config = ChunkConfig(compression_level=PCODEC_LEVEL)
-            coded = standalone.simple_compress(np.ascontiguousarray(values.T).ravel(), config)
-        else:
-            coded = Zstd(level=ZSTD_LEVEL, checksum=False).encode(values)
-        return _with_checksum(bytes(coded))
+            return _with_checksum(_encode_pcodec(values))
+        return _with_checksum(bytes(Zstd(level=ZSTD_LEVEL, checksum=False).encode(values)))
 
     def write(self, encoded: bytes) -> None:
         """Write the next chunk, which is encoded already."""
@@ -190,6 +189,24 @@ class ShardEncoder:
         self._hasher.update(encoded)
         self._entries.append((self._size, len(encoded)))
         self._size += len(encoded)
+
+
+def _encode_pcodec(rows: npt.NDArray[np.generic]) -> bytes:
+    """Return rows, `(rows, components)`, coded component by component.
+
+    Neighbours and multiples say nothing about codes, so pcodec need not look for them: the same bytes in
+    four fifths of the time.
+    """
+    by_component = np.empty(rows.shape[::-1], rows.dtype)
+    for first in range(0, len(rows), _TRANSPOSED_ROWS):
+        by_component[:, first : first + _TRANSPOSED_ROWS] = rows[first : first + _TRANSPOSED_ROWS].T
+    config = ChunkConfig(
+        compression_level=PCODEC_LEVEL,
+        mode_spec=ModeSpec.classic(),
+        delta_spec=DeltaSpec.no_op(),
+        paging_spec=PagingSpec.equal_pages_up_to(_PAGE_CODES),
+    )
+    return bytes(standalone.simple_compress(by_component.ravel(), config))
 
 
 def _with_checksum(content: bytes) -> bytes:
