@@ -34,6 +34,7 @@ _SETTINGS: Final[dict[str, Any]] = {
     "max_new_tokens": 24,
     "keep_models": True,
     "device": "cpu",
+    "precision": "bfloat16",
 }
 _SHOWN: Final = 10
 

@@ -160,8 +160,7 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
                 try:
                     parse_arch(arch, heads, split_into=split, compares_heads=config.spec.compares_heads)
                 except InvalidConfigError as error:
-                    place = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
-                    study.source.fail(place, str(error))
+                    study.refuse_arch(arch, str(error))
 
 
 def _heads_of(cache: DumpConfig | str) -> int | None:

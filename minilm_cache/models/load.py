@@ -176,6 +176,9 @@ def load_model(
 def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) -> PreTrainedModel:
     """Load a model with a head for a task; a head that it lacks, or has of another size, is random.
 
+    But the square map of a head for masked tokens begins as the identity, so that words which the encoder
+    brings to a place are scored from the first step. A random map hides them from the table of words.
+
     Args:
         folder: folder of a model, with or without a head.
         head: what the head's logits score.
@@ -185,7 +188,12 @@ def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) ->
     Raises:
         TeacherError: the folder holds no model.
     """
-    model, _ = load_weights(folder, head, attention="sdpa", labels=labels)
+    model, lacking = load_weights(folder, head, attention="sdpa", labels=labels)
+    if head == "tokens":
+        words = model.get_output_embeddings().weight
+        for name, weight in model.named_parameters():
+            if name in lacking and weight is not words and weight.shape == weight.shape[:1] * 2:
+                nn.init.eye_(weight)
     return model
 
 

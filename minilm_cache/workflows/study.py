@@ -433,8 +433,7 @@ def _check_pass(
             shape_config(shape, teacher.to_dict(), teacher.model_type)
             check_beginning(training, shape, teacher)
         except InvalidConfigError as error:
-            location = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
-            study.source.fail(location, str(error))
+            study.refuse_arch(arch, str(error))
 
 
 def _teacher(study: Study) -> Teacher | None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 from pydantic import Field, ValidationError
 
@@ -203,6 +203,10 @@ class Study:
     def made(self) -> dict[str, Assistant]:
         """The assistants by the names of their caches."""
         return {assistant.name: assistant for assistant in self.assistants}
+
+    def refuse_arch(self, arch: str, problem: str) -> NoReturn:
+        """Raise InvalidConfigError at the line of a shape: that of the study, or of an objective's own."""
+        self.source.fail(("arch", self.arch.index(arch)) if arch in self.arch else ("objective",), problem)
 
 
 def read_study(path: str | Path) -> Study:

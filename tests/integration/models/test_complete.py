@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, BertModel, ElectraModel, PreTrainedModel, RobertaModel
 
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherError
 from minilm_cache.models.load import load_for_task, load_model, load_weights
@@ -266,3 +267,26 @@ def test_a_teacher_whose_configuration_changed_is_not_the_one_of_the_cache(
     assert teacher_weights(cache, world.home, None) is None
     with pytest.raises(MiniLMCacheError, match="hidden_act"):
         teacher_weights(cache, world.home, str(world.teacher))
+
+
+@pytest.mark.parametrize("family", [BertModel, RobertaModel, ElectraModel])
+def test_a_new_head_for_masked_tokens_scores_hidden_states_themselves(
+    tmp_path: Path, family: type[PreTrainedModel]
+) -> None:
+    """The oracle is plain torch: normed GELU of the hidden states, times the table of words."""
+    shape = {**TINY["bert"], "vocab_size": 40, "max_position_embeddings": 40}
+    if family is ElectraModel:
+        shape["embedding_size"] = 32  # with words of another size the map is not square, and is drawn
+    config = family.config_class(**shape)
+    torch.manual_seed(0)
+    family(config).eval().save_pretrained(tmp_path)
+    ids = torch.arange(5, 13)[None]
+
+    model = load_for_task(tmp_path, "tokens", None)
+    with torch.no_grad():
+        logits = model(ids).logits
+        hidden = family.from_pretrained(tmp_path)(ids).last_hidden_state
+        normed = F.layer_norm(F.gelu(hidden), hidden.shape[-1:], eps=model.config.layer_norm_eps)
+        words = model.get_input_embeddings().weight
+
+    torch.testing.assert_close(logits, normed @ words.T, rtol=1e-5, atol=1e-5)
