@@ -76,13 +76,18 @@ threads at once would leave tied weights without memory, in every later model to
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Turn off transformers' own bars, which would stand between those of the work that loads or saves."""
-    was_shown = logging.is_progress_bar_enabled()
+def quietly() -> Iterator[None]:
+    """Turn off transformers' own bars and reports while a model is loaded or saved.
+
+    Its report calls the folder of an encoder without a head corrupted. What a folder lacks is checked here.
+    """
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
 
@@ -223,7 +228,7 @@ def load_weights(
     config = _config_of(folder, **head_config(head, labels))
     files = weight_files(folder)  # refuses an index that points elsewhere
     reads_pooler = head == "sequences"
-    with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME, without_bars():
+    with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME, quietly():
         model, loaded = _class_for(head, config).from_pretrained(
             folder,
             output_loading_info=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors
 
 from minilm_cache.errors import InvalidConfigError, first_line
-from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, without_bars
+from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, quietly
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.settings import TruncateConfig
 from minilm_cache.store.durable import new_folder, refuse_existing, storage_errors
@@ -23,7 +23,7 @@ def saving(doing: str, where: Path) -> Iterator[None]:
         doing: verb for the message, such as `write`.
         where: path for the message.
     """
-    with storage_errors(doing, where), without_bars():
+    with storage_errors(doing, where), quietly():
         try:
             yield
         except safetensors.SafetensorError as error:
