@@ -159,9 +159,12 @@ class SearchConfig(FrozenSettings):
     they are multiples of the heads."""
     feed_forward: str = "2,4"
     """Sizes of the feed-forward network to try, in multiples of the width."""
+    embedding_widths: str | None = None
+    """Widths of factorised embeddings to try beside whole ones, which are as wide as the student: narrow ones
+    have fewer weights and bytes. None means whole ones alone."""
     every: bool = False
-    """Also try shapes that another one within the budget equals or exceeds in layers, width and feed-forward
-    size: the whole front of quality against speed, for more time. The default is to leave them out."""
+    """Also try shapes that another one within the budget equals or exceeds in layers and all widths: the
+    whole front of quality against speed, for more time. The default is to leave them out."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
     """Share of the shapes that goes on after each round. Each round has 1/keep times the steps of the one
     before."""

@@ -245,10 +245,14 @@ class _Space:
             round(share * width) for share in _SHARES if not share * width % heads
         ]
         ratios = _numbers(config.feed_forward, "--feed-forward")
+        tables = _numbers(config.embedding_widths, "--embedding-widths")
         configs = {}
         probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
-        for num_layers, size, ratio in product(layers, widths, ratios):
+        for num_layers, size, ratio, table in product(layers, widths, ratios, [None, *tables]):
+            if table is not None and table >= size:
+                continue
             arch = f"{num_layers}x{size}" + ("" if ratio == _USUAL_RATIO else f":ff{ratio * size}")
+            arch += "" if table is None else f":e{table}"
             shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
         if probe.init not in (None, RANDOM, *FROM_TEACHER):
@@ -422,7 +426,12 @@ def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
 def _is_covered(space: _Space, arch: str, fitting: Sequence[str]) -> bool:
     """Return whether another shape within the budget is at least as large in everything."""
     sizes = {
-        each: (described.num_hidden_layers, described.hidden_size, described.intermediate_size)
+        each: (
+            described.num_hidden_layers,
+            described.hidden_size,
+            described.intermediate_size,
+            getattr(described, "embedding_size", described.hidden_size),
+        )
         for each, described in space.configs.items()
     }
     return any(

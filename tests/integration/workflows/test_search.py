@@ -94,6 +94,23 @@ def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, c
     assert result["teacher_latency_ms"] > 0
 
 
+def test_narrow_embeddings_fit_where_whole_ones_do_not(cache: Path, tmp_path: Path, command: Command) -> None:
+    shapes = ("--layers", 2, "--widths", 32, "--feed-forward", 2, "--embedding-widths", "8,32")
+    both = found(command, cache, tmp_path / "both", *shapes, "--max-parameters", "1M", "--every")
+    weights = {each["arch"]: each["num_parameters"] for each in both["candidates"]}
+    assert set(weights) == {"2x32:ff64", "2x32:ff64:e8"}
+    for arch, count in weights.items():
+        folder = tmp_path / "both/round-1/students" / arch.replace(":", "-")
+        assert AutoModel.from_pretrained(folder).num_parameters() == count
+
+    result = found(
+        command, cache, tmp_path / "one", *shapes, "--max-parameters", weights["2x32:ff64"] - 1, "--steps", 2
+    )
+    assert result["winner"] == "2x32:ff64:e8"
+    covered = found(command, cache, tmp_path / "out", *shapes, "--max-parameters", "1M", "--steps", 2)
+    assert [each["arch"] for each in covered["candidates"] if each["is_tried"]] == ["2x32:ff64"]
+
+
 class Stops:
     """Stops a search at its n-th question."""
 
@@ -133,6 +150,7 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, "--max-bytes", 10, code=2, says="no shape is within the budget")
     command.fails(*begin, "--speedup", 1, "--layers", "two", code=2, says="--layers two")
     command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
+    command.fails(*begin, "--speedup", 1, "--embedding-widths", "x", code=2, says="--embedding-widths x")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
     command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocab goes with train")
     other = save_teacher(tmp_path / "other", seed=3)
