@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from minilm_cache.errors import (
     CacheCorruptError,
+    CacheNotFoundError,
     IdentityMismatchError,
     InvalidConfigError,
     MiniLMCacheError,
@@ -74,8 +75,8 @@ def pull(url: str, out: Path, *, session: Session) -> TransferResult:
 
 
 def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: Session) -> TransferResult:
-    if (out / MANIFEST).is_file():
-        existing = read_manifest(out)
+    existing = _manifest_there(out, manifest)
+    if existing is not None:
         if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
         if existing.complete and _is_sound(out):
@@ -102,6 +103,29 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
         arriving.rename(out)
         sync_directories([out.parent])
     return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
+
+
+def _manifest_there(out: Path, manifest: CacheManifest) -> CacheManifest | None:
+    """Return the manifest of the cache in a folder, or the store's where that is damaged or lost.
+
+    None means that the folder holds no cache.
+
+    Raises:
+        CacheCorruptError: it is damaged, and the files beside it do not show that the cache is the store's.
+    """
+    try:
+        return read_manifest(out)
+    except (CacheCorruptError, CacheNotFoundError) as error:
+        # Among them are hashes of every shard, so that no other cache has the same ones.
+        beside = manifest.files.items()
+        if beside and all(is_sound(out, path, expected) for path, expected in beside):
+            return manifest
+        if isinstance(error, CacheNotFoundError):
+            return None
+        raise CacheCorruptError(
+            f"{out / MANIFEST} is damaged, and so is more beside it, or that is another cache. Remove {out}, "
+            "and pull again."
+        ) from error
 
 
 def _fetch(

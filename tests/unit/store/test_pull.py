@@ -61,7 +61,9 @@ def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: P
     assert files_below(tmp_path / "out") == shared_files(complete)
 
 
-@pytest.mark.parametrize("path", ["tokens/c/4", "teacher/config.json", "index/ranges.parquet"])
+@pytest.mark.parametrize(
+    "path", ["tokens/c/4", "teacher/config.json", "index/ranges.parquet", "manifest.json"]
+)
 @pytest.mark.parametrize("content", [b"!!", None])
 def test_a_pulled_cache_that_was_damaged_since_is_repaired(
     complete: Path, tmp_path: Path, path: str, content: bytes | None
@@ -82,6 +84,20 @@ def test_a_pulled_cache_that_was_damaged_since_is_repaired(
     fetched = {file for file, inode in before.items() if file.stat().st_ino != inode}
     made_anew = {out / "README.md", out / "manifest.json"}
     assert fetched - made_anew <= {out / path}
+
+
+def test_a_damaged_manifest_beside_other_files_is_not_replaced(complete: Path, tmp_path: Path) -> None:
+    """The folder may hold another cache."""
+    out = tmp_path / "out"
+    pull(str(complete), out, session=Session())
+    (out / "manifest.json").write_bytes(b"!!")
+    (out / "index/ranges.parquet").write_bytes(b"??")
+    before = files_below(out)
+    with pytest.raises(
+        CacheCorruptError, match=r"manifest\.json is damaged, .* Remove .*out, and pull again"
+    ):
+        pull(str(complete), out, session=Session())
+    assert files_below(out) == before
 
 
 def test_another_dump_of_the_same_cache_is_not_mixed_with_the_stores(complete: Path, tmp_path: Path) -> None:
