@@ -275,7 +275,8 @@ def _with_new_head(
         for name, weight in model.named_parameters():
             if name in lacking and weight is not words and weight.shape == weight.shape[:1] * 2:
                 nn.init.eye_(weight)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _refuse_not_finite(

@@ -3,7 +3,9 @@
 for (const source of document.querySelectorAll("script.spec")) {
   const options = { actions: false, ast: true, renderer: "svg" };
   try {
-    window.vegaEmbed(source.previousElementSibling, JSON.parse(source.textContent), options);
+    const spec = JSON.parse(source.textContent);
+    if (innerWidth < 640) spec.config.legend.columns = 1;
+    window.vegaEmbed(source.previousElementSibling, spec, options);
   } catch (error) {
     source.previousElementSibling.textContent = `This chart cannot be drawn: ${error.message}`;
   }

@@ -31,7 +31,7 @@ from minilm_cache.report.plots import (
     tradeoff_figure,
 )
 from minilm_cache.report.provenance import provenance
-from minilm_cache.report.runs import TrainedRun, open_runs
+from minilm_cache.report.runs import TrainedRun, open_runs, with_short_names
 from minilm_cache.report.similarity import (
     ComparedStudent,
     LayerSimilarity,
@@ -332,7 +332,10 @@ def report_runs(
         map_texts = MapTexts(sequences=config.sequence, texts=config.text)
     check_page(out, map_texts, has_teacher=config.teacher is not None)
     resolved = dict.fromkeys(path.resolve() for path in folders)
-    runs = [run for path in resolved for run in open_runs(path, cache_place=config.cache, home=session.home)]
+    opened = [
+        run for path in resolved for run in open_runs(path, cache_place=config.cache, home=session.home)
+    ]
+    runs = with_short_names(opened)
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))

@@ -181,7 +181,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
     ]
     for row in rows:
         row["student"] = f"{row['shape']}, {row['objective']}"
-    bytes_axis = alt.X("bytes:Q", title="bytes per token that the objective needs of the cache").scale(
+    bytes_axis = alt.X("bytes:Q", title="bytes per token that the objective needs").scale(
         type="log", nice=False, padding=20
     )
     line = (

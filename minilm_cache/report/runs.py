@@ -1,6 +1,7 @@
 """Complete runs, opened with the caches that they were trained from."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,12 @@ _COMPARED_SETTINGS: Final = {
     "query_key_relations",
 }
 """Settings of a run that also decide by which relations its students are compared with the teacher."""
+
+
+_OF_ASSISTANT: Final = re.compile(rf"({VIA}\d.*?)-[0-9a-f]{{8}}(?=-|$)")
+"""Digest in the name of an assistant's cache, and of passes over it."""
+_OF_PASS: Final = re.compile(r"()-[0-9a-f]{8}$")
+"""Digest at the end of a pass's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -71,11 +78,8 @@ class TrainedRun(Described):
     """Layer of the reference's teacher that they are compared with. None means its last layer."""
     name: str
     """Name of the cache in tables and figures."""
-
-    @property
-    def label(self) -> str:
-        """Name of the run in tables and figures."""
-        return printable(self.path.name)
+    label: str
+    """Name of the run in figures."""
 
     @classmethod
     def open(
@@ -130,6 +134,7 @@ class TrainedRun(Described):
             reference=compared,
             layer=record.identity.teacher_layer if is_same else reference_layer,
             name=printable(name or Path(place.rstrip("/")).name),
+            label=printable(folder.name),
         )
 
     def describe(self) -> dict[str, object]:
@@ -306,3 +311,17 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
     if not opened:
         raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
     return [run if run.is_compared_with_own else replace(run, layer=layer) for run in opened]
+
+
+def with_short_names(runs: Sequence[TrainedRun]) -> list[TrainedRun]:
+    """Return runs whose names have no digests of settings, where they stay apart without."""
+    names = _short([run.name for run in runs], _OF_ASSISTANT)
+    labels = _short([run.label for run in runs], _OF_ASSISTANT, _OF_PASS)
+    return [replace(run, name=names[run.name], label=labels[run.label]) for run in runs]
+
+
+def _short(names: Iterable[str], *digests: re.Pattern[str]) -> dict[str, str]:
+    short = {name: name for name in names}
+    for digest in digests:
+        short = {name: digest.sub(r"\1", left) for name, left in short.items()}
+    return short if len({*short.values()}) == len(short) else {name: name for name in short}

@@ -23,12 +23,13 @@ from minilm_cache.models.student import ModelSize, Timed, inference_rates, model
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import Objective
 from minilm_cache.report.compare import held_out_cosine, is_teacher_of, live_held_out_kl
-from minilm_cache.report.runs import TrainedRun, open_runs
+from minilm_cache.report.runs import TrainedRun, open_runs, with_short_names
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
+from minilm_cache.wording import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -223,7 +224,7 @@ def results(*folders: str | Path) -> "pd.DataFrame":
     Raises:
         MiniLMCacheError: a folder holds no complete run, or a cache or a student is damaged.
     """
-    runs = [run for folder in folders for run in open_runs(Path(folder))]
+    runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
     frame: pd.DataFrame = students_table(runs).to_pandas().dropna(axis="columns", how="all")
     return frame
 
@@ -255,7 +256,7 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
     return {
-        "run": run.label,
+        "run": printable(run.path.name),
         "recipe": run.record.recipe,
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),

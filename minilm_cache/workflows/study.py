@@ -34,7 +34,7 @@ from minilm_cache.objectives.config import ObjectiveConfig, check_codec, split_i
 from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
-from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun, with_short_names
 from minilm_cache.report.tables import students_table, summary_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -301,7 +301,7 @@ def _opened(
     study: Study, folder: Path, have_learned: Sequence[bool], *, home: Path | None
 ) -> list[TrainedRun]:
     """Return the runs of passes with a student that did not diverge."""
-    return [
+    runs = [
         TrainedRun.open(
             folder / "runs" / planned.name,
             cache_place=_place(study, folder, planned.cache),
@@ -313,6 +313,7 @@ def _opened(
         for planned, has_learned in zip(study.passes, have_learned, strict=False)
         if has_learned
     ]
+    return with_short_names(runs)
 
 
 def _scores_of(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:

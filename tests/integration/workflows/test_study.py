@@ -1,6 +1,7 @@
 """Studies: which students share a pass, what the table shows, and the errors for mistakes in STUDY.yaml."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,8 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     assert [(row["cache"], row["arch"]) for row in rows] == [
         ("one", "1x16"),
         ("one", "1x32"),
-        (via, "1x16"),
-        (via, "1x32"),
+        ("one-via-2x32", "1x16"),
+        ("one-via-2x32", "1x32"),
     ]
     assert {row["kl_to"] for row in rows} == {"teacher"}
     assert all(row["kl_sum"] > 0 and 0 <= row["score: sst2 dev accuracy"] <= 100 for row in rows)
@@ -283,7 +284,8 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     assert models == ["teacher", *(f"{row['run']}/{row['arch']}" for row in rows)]
     page = (world.root / "shapes" / "report.html").read_text()
     assert "sst2 dev accuracy" in page
-    assert f"{via} is the cache of an assistant" in page
+    assert "one-via-2x32 is the cache of an assistant" in page
+    assert re.search(r"1x16, one-via-2x32-minilm-s0\b[^-]", page), "the legend has names without digests"
     check_row_of_teacher(page, printed["scores"]["summaries"][0]["scores"]["dev"]["accuracy"]["mean"])
     frame = results(world.root / "shapes")
     known = frame.set_index(["run", "arch"])["kl_sum"]
