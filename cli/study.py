@@ -80,6 +80,7 @@ def _show(result: "StudyResult", *, json: bool) -> None:
                 "students": result.students.to_pylist(),
                 "summary": result.summary.to_pylist(),
                 "diverged": result.diverged,
+                "cautions": result.cautions,
                 **({} if result.evaluation is None else {"scores": document_of(result.evaluation)}),
             }
         )
@@ -88,6 +89,8 @@ def _show(result: "StudyResult", *, json: bool) -> None:
     if result.diverged:
         print_pairs({"diverged": ", ".join(result.diverged)})
     print_summary(result.summary)
+    for line in result.cautions:
+        print_pairs({"note": line})
     if result.evaluation is not None:
         print_scores(result.evaluation)
 

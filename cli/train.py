@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,14 +22,11 @@ from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.config import TrainConfig, describe_preset, with_preset
-from minilm_cache.train.record import StudentRecord
+from minilm_cache.train.record import FEW_HELD_OUT, StudentRecord
 from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.train.run import TrainResult
-
-_FEW: Final = 4
-"""Fewer held-out sequences than these say nothing about a student."""
 
 
 @options(
@@ -91,7 +88,7 @@ def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
         "students": [
             {
                 **student.model_dump(mode="json"),
-                "ended_worse": student.ended_worse if result.num_held_out >= _FEW else None,
+                "ended_worse": student.ended_worse if result.num_held_out >= FEW_HELD_OUT else None,
                 "path": _path(result, student),
             }
             for student in result.record.students
@@ -107,7 +104,7 @@ def _print(result: "TrainResult", place: str) -> None:
         | {student.arch: _path(result, student) or "diverged" for student in record.students}
     )
     students_table(record.students, record.identity)
-    if 0 < result.num_held_out < _FEW:
+    if 0 < result.num_held_out < FEW_HELD_OUT:
         few = counted(result.num_held_out, "sequence")
         print_pairs({"held out": f"{few}, too few to tell whether students became better: give more text"})
     if not _worse(result):
@@ -119,7 +116,7 @@ def _print(result: "TrainResult", place: str) -> None:
 
 def _worse(result: "TrainResult") -> list[str]:
     """Return the shapes of the students that ended worse than they began, as far as that can be told."""
-    if result.num_held_out < _FEW:
+    if result.num_held_out < FEW_HELD_OUT:
         return []
     return [student.arch for student in result.record.students if student.ended_worse]
 

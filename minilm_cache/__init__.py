@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minilm_cache.slicing.run import SliceResult, slice_teacher
     from minilm_cache.train.config import TrainConfig
     from minilm_cache.train.run import TrainResult, train_students
+    from minilm_cache.workflows.search_text import search_texts
 
 _HOMES = {
     "Cache": "cache",
@@ -48,6 +49,7 @@ _HOMES = {
     "evaluate_models": "evaluate.run",
     "open_cache": "cache",
     "results": "report.tables",
+    "search_texts": "workflows.search_text",
     "slice_teacher": "slicing.run",
     "students_table": "report.tables",
     "train_students": "train.run",
@@ -74,6 +76,7 @@ __all__ = [
     "evaluate_models",
     "open_cache",
     "results",
+    "search_texts",
     "slice_teacher",
     "students_table",
     "train_students",

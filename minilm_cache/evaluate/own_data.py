@@ -128,16 +128,22 @@ def _rows(file: Path) -> Iterator[list[str]]:
 
 def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record of a .jsonl file is, and the record."""
+    where = str(file)
     try:
         with file.open(encoding="utf-8-sig") as opened:
             for number, line in enumerate(opened, 1):
+                where = f"{file}, line {number}"
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise CorpusError(f"{file}, line {number} holds no record. Write one object a line.")
-                    yield f"{file}, line {number}", row
+                        raise CorpusError(f"{where} holds no record. Write one object a line.")
+                    yield where, row
+    except json.JSONDecodeError as error:
+        raise CorpusError(
+            f"cannot read {where}: {error.msg} (column {error.colno}). Give records of JSON, one a line."
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(f"cannot read {file}: {error}. Give records of JSON, one a line.") from error
+        raise CorpusError(f"cannot read {where}: {error}. Give records of JSON, one a line.") from error
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:

@@ -98,7 +98,7 @@ def _check_shape(shape: StudentShape) -> None:
         below = shape.hidden_size - shape.hidden_size % heads
         fitting = [size for size in (below, below + heads) if size]
         raise InvalidConfigError(
-            f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {heads} heads. "
+            f"--arch {arch}: hidden size {shape.hidden_size} is not divisible by {heads} heads. "
             f"Take {' or '.join(f'{shape.num_layers}x{size}' for size in fitting)}."
         )
     if inside > shape.hidden_size or inside % heads:
@@ -123,6 +123,6 @@ def _check_heads(shape: StudentShape, relation_heads: int, split_into: int | Non
     width = shape.bottleneck_size or shape.hidden_size
     if split_into is not None and width % split_into:
         raise InvalidConfigError(
-            f"--arch {arch}: width {width} does not divide by {split_into} relation heads. "
+            f"--arch {arch}: width {width} is not divisible by {split_into} relation heads. "
             "Give other --relation-heads."
         )

@@ -75,21 +75,33 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 threads at once would leave tied weights without memory, in every later model too."""
 
 
+_QUIET_LOCK: Final = threading.Lock()
+_quiet: Final[list[None]] = []
+"""One item for each thread that is in `quietly`: the last one out restores what the first one found."""
+_before: Final[dict[str, int]] = {}
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Turn off transformers' own bars and reports while a model is loaded or saved.
 
     Its report calls the folder of an encoder without a head corrupted. What a folder lacks is checked here.
     """
-    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    with _QUIET_LOCK:
+        if not _quiet:
+            _before.update(bars=logging.is_progress_bar_enabled(), verbosity=logging.get_verbosity())
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+        _quiet.append(None)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if was_shown:
-            logging.enable_progress_bar()
+        with _QUIET_LOCK:
+            _quiet.pop()
+            if not _quiet:
+                logging.set_verbosity(_before["verbosity"])
+                if _before["bars"]:
+                    logging.enable_progress_bar()
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -210,8 +222,8 @@ def load_weights(
         labels: labels of a head for sequences. None means those of the configuration.
 
     Returns:
-        The model, and the names of the lacking weights, which are drawn at random: those of a pooler, and of
-        a head that the folder does not have.
+        The model, and the names of the lacking weights, which are new: those of a pooler, and of a head that
+        the folder does not have.
 
     Raises:
         TeacherError: the folder holds no model, or not exactly the weights of the model that it describes, or
@@ -250,7 +262,7 @@ def load_weights(
     if head is None or not lacking:
         return model, lacking
     encoder, _ = load_weights(folder, None, attention=attention)
-    return _with_new_head(encoder, config, head=head, attention=attention, lacking=lacking), lacking
+    return _with_new_head(encoder, config, head=head, attention=attention), lacking
 
 
 def _with_new_head(
@@ -259,7 +271,6 @@ def _with_new_head(
     *,
     head: TaskHead,
     attention: str,
-    lacking: Collection[str],
 ) -> PreTrainedModel:
     """Return a model with an encoder's weights and a new head.
 
@@ -271,9 +282,9 @@ def _with_new_head(
     model = draw_weights(config, head, attention=attention)
     model.base_model.load_state_dict(encoder.state_dict(), strict=False)
     if head == "tokens":
-        words = model.get_output_embeddings().weight
         for name, weight in model.named_parameters():
-            if name in lacking and weight is not words and weight.shape == weight.shape[:1] * 2:
+            is_of_head = not name.startswith(f"{model.base_model_prefix}.")
+            if is_of_head and weight.shape == weight.shape[:1] * 2 and len(weight) != config.vocab_size:
                 nn.init.eye_(weight)
     model.eval()
     return model

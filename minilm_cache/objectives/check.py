@@ -130,5 +130,5 @@ def _check_relation_heads(heads: int, manifest: CacheManifest, layer: int) -> No
     width = manifest.identity.relation_heads * manifest.calibration.of_layer(layer).head_size
     if width % heads:
         raise InvalidConfigError(
-            f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
+            f"--relation-heads {heads}: the teacher's width {width} is not divisible by it. Take a divisor."
         )

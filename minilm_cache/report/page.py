@@ -31,7 +31,7 @@ from minilm_cache.report.plots import (
     tradeoff_figure,
 )
 from minilm_cache.report.provenance import provenance
-from minilm_cache.report.runs import TrainedRun, open_runs, with_short_names
+from minilm_cache.report.runs import TrainedRun, cautions, open_runs, with_short_names
 from minilm_cache.report.similarity import (
     ComparedStudent,
     LayerSimilarity,
@@ -52,7 +52,7 @@ from minilm_cache.report.tables import (
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
-from minilm_cache.wording import counted, number_text
+from minilm_cache.wording import counted, number_text, printable
 
 MAX_STUDENTS: Final = 8
 """Most students whose maps and layers are shown; tables and curves show all students."""
@@ -132,7 +132,7 @@ def write_report(
             **_student_values(runs, students, teachers_scores or {}),
             **_figure_values(runs, students),
             **_comparison_values(runs, shown, compared),
-            "provenance": [(run.label, provenance(run, paths=paths)) for run in runs],
+            "provenance": [(printable(run.path.name), provenance(run, paths=paths)) for run in runs],
         }
     )
     content = page.encode(errors="backslashreplace")
@@ -189,6 +189,7 @@ def _student_values(
             run.name: run.cache.manifest.labels.teacher for run in runs if not run.is_compared_with_own
         },
         "num_students": sum(len(run.students) for run in runs),
+        "cautions": cautions(runs),
         "students": summary.to_pylist(),
         "names": {name: NAMES[name] for name in differing},
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},

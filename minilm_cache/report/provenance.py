@@ -11,6 +11,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import FROM_TEACHER, TrainConfig
+from minilm_cache.wording import printable
 
 
 def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]:
@@ -23,7 +24,7 @@ def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]
     manifest, identity = run.cache.manifest, run.record.identity
     teacher, corpus = manifest.identity.teacher, manifest.identity.corpus
     return [
-        ("run", str(run.path) if paths else run.label),
+        ("run", str(run.path) if paths else printable(run.path.name)),
         ("cache", _place(run.record.cache, paths=paths)),
         ("fingerprint", manifest.fingerprint),
         ("teacher", f"{manifest.labels.teacher}, weights SHA-256 {teacher.weights_sha256}"),

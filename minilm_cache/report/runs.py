@@ -19,8 +19,8 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, runs_of
-from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, load_record
-from minilm_cache.wording import Described, printable
+from minilm_cache.train.record import ANOTHER_MODEL, FEW_HELD_OUT, RunRecord, StudentRecord, load_record
+from minilm_cache.wording import Described, counted, printable
 
 _COMPARED_SETTINGS: Final = {
     "arch",
@@ -31,9 +31,11 @@ _COMPARED_SETTINGS: Final = {
 """Settings of a run that also decide by which relations its students are compared with the teacher."""
 
 
-_OF_ASSISTANT: Final = re.compile(rf"({VIA}\d.*?)-[0-9a-f]{{8}}(?=-|$)")
+_DIGEST: Final = "-(?=[0-9]*[a-f])[0-9a-f]{8}"
+"""Begin of a SHA-256; eight decimal digits may be a date of the user's."""
+_OF_ASSISTANT: Final = re.compile(rf"({VIA}\d.*?){_DIGEST}(?=-|$)")
 """Digest in the name of an assistant's cache, and of passes over it."""
-_OF_PASS: Final = re.compile(r"()-[0-9a-f]{8}$")
+_OF_PASS: Final = re.compile(rf"(.){_DIGEST}$")
 """Digest at the end of a pass's name."""
 
 
@@ -318,6 +320,26 @@ def with_short_names(runs: Sequence[TrainedRun]) -> list[TrainedRun]:
     names = _short([run.name for run in runs], _OF_ASSISTANT)
     labels = _short([run.label for run in runs], _OF_ASSISTANT, _OF_PASS)
     return [replace(run, name=names[run.name], label=labels[run.label]) for run in runs]
+
+
+def cautions(runs: Sequence[TrainedRun]) -> list[str]:
+    """Return what readers of a comparison must know: little or cut text, and students that ended worse."""
+    lines = []
+    caches = {run.name: run.cache.manifest for run in runs}
+    for name, manifest in caches.items():
+        if manifest.num_held_out < FEW_HELD_OUT:
+            held_out = counted(manifest.num_held_out, "held-out sequence")
+            lines.append(f"{name}: {held_out}, too few to tell students apart. Give more text.")
+        if manifest.cut is not None:
+            lines.append(f"{name}: cut off {manifest.cut.in_words}.")
+    for run in runs:
+        worse = [each.arch for each in run.record.students if each.ended_worse]
+        if worse and caches[run.name].num_held_out >= FEW_HELD_OUT:
+            lines.append(
+                f"{', '.join(worse)} of {run.label} ended worse than with the weights that training began "
+                "with. Give more steps, a lower rate, or more text."
+            )
+    return lines
 
 
 def _short(names: Iterable[str], *digests: re.Pattern[str]) -> dict[str, str]:

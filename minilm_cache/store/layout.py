@@ -10,7 +10,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
+from minilm_cache.storage_schema.manifest import INDEX, CacheManifest, Calibration, Labels
 from minilm_cache.store.durable import linked_part
 
 
@@ -59,6 +59,11 @@ _MAX_WRITTEN_BYTES: Final = 2**31
 def refuse_no_cache(root: Path) -> None:
     """Raise CacheNotFoundError for a folder that holds no cache."""
     if not (root / MANIFEST).is_file():
+        if (root / INDEX).is_file():
+            raise CacheNotFoundError(
+                f"{root} is a cache without its {MANIFEST}. Pull it again into this folder, or repeat its "
+                "`minilm-cache dump` command."
+            )
         lacking = f"{MANIFEST} is not there" if root.exists() else "there is no such folder"
         raise CacheNotFoundError(
             f"no cache at {root}: {lacking}."

@@ -116,15 +116,15 @@ def _manifest_there(out: Path, manifest: CacheManifest) -> CacheManifest | None:
     try:
         return read_manifest(out)
     except (CacheCorruptError, CacheNotFoundError) as error:
-        # Among them are hashes of every shard, so that no other cache has the same ones.
-        beside = manifest.files.items()
-        if beside and all(is_sound(out, path, expected) for path, expected in beside):
+        # The index has hashes of every shard, so no other cache has the same one. Format 1 has no index.
+        is_this = INDEX in manifest.files and not (out / MANIFEST).is_dir()
+        if is_this and all(is_sound(out, path, expected) for path, expected in manifest.files.items()):
             return manifest
         if isinstance(error, CacheNotFoundError):
             return None
         raise CacheCorruptError(
-            f"{out / MANIFEST} is damaged, and so is more beside it, or that is another cache. Remove {out}, "
-            "and pull again."
+            f"{out / MANIFEST} is damaged, and nothing beside it shows that the cache is that of the store. "
+            "Choose another --out, or remove the folder if you do not need it."
         ) from error
 
 

@@ -76,7 +76,7 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
     try:
         manifest = read_manifest(root)
     except (CacheCorruptError, CacheNotFoundError) as error:
-        if not below(root, COMMITS).is_dir():
+        if not (below(root, COMMITS).is_dir() or below(root, INDEX).is_file()):
             raise
         manifest_damage = Damage(path=MANIFEST, shard=None, reason=str(error))
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(manifest_damage,))

@@ -24,6 +24,8 @@ ANOTHER_MODEL: Final = "another model"
 """What a student began with that was not cut from the cache's teacher."""
 _MAX_RECORD_BYTES: Final = 2**20
 _WORSE: Final = 1.05
+FEW_HELD_OUT: Final = 4
+"""Fewer held-out sequences than these say nothing about a student."""
 MAX_LOG_BYTES: Final = 2**28
 _LOG_END_BYTES: Final = 2**20
 _LOG_END_LINES: Final = 1000

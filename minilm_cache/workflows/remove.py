@@ -31,7 +31,7 @@ class Removal:
     num_bytes: int
     """Bytes of its files. Caches made with `--add` share some of them with others, which keep theirs."""
     needed_by: tuple[Path, ...]
-    """Runs of the home or of the same folder that were trained from this cache, or that began with this run's
+    """Runs of the home, here or beside it that were trained from this cache, or that began with this run's
     students."""
     is_unfinished: bool = False
     """Whether it is a cache of a store that a process may still be writing."""
@@ -84,7 +84,8 @@ def _find_remote(url: str, home: Path) -> Removal:
         raise CacheNotFoundError(
             f"no cache at {folder.url}, complete or begun. `minilm-cache ls STORE` lists those of a store."
         )
-    needed_by = tuple(run for run, places in _runs(home / "runs") if url.rstrip("/") in places)
+    runs = _runs(*dict.fromkeys(each.resolve() for each in (home / "runs", Path())))
+    needed_by = tuple(run for run, places in runs if url.rstrip("/") in places)
     is_unfinished = BEGUN in sizes and MANIFEST not in sizes
     return Removal(
         path=folder, num_bytes=sum(sizes.values()), needed_by=needed_by, is_unfinished=is_unfinished
@@ -160,8 +161,9 @@ def _empty(removed: Path) -> None:
 
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
-    """Yield the runs of the home, and those next to a folder, that name it as their cache or beginning."""
-    for run, places in _runs(*dict.fromkeys(folder.resolve() for folder in (home / "runs", path.parent))):
+    """Yield the runs of the home, here and next to a folder that name it as their cache or beginning."""
+    folders = (home / "runs", path.parent, Path())
+    for run, places in _runs(*dict.fromkeys(folder.resolve() for folder in folders)):
         if run.resolve() != path.resolve() and path.resolve() in map(_resolved, places):
             yield run
 
@@ -186,6 +188,8 @@ def _locks(path: Path) -> Iterator[Path]:
 
 def _resolved(place: str) -> Path | None:
     """Return a path without links. None means that it is none, as a loop of links."""
+    if place.startswith(_FILE):
+        place = url2pathname(place.removeprefix(_FILE))
     try:
         return Path(place).resolve()
     except (OSError, ValueError, RuntimeError):

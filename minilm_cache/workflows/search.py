@@ -246,6 +246,11 @@ class _Space:
         ]
         ratios = _numbers(config.feed_forward, "--feed-forward")
         tables = _numbers(config.embedding_widths, "--embedding-widths")
+        if tables and tables[0] >= max(widths):
+            raise InvalidConfigError(
+                f"--embedding-widths {config.embedding_widths}: none is below the shapes' widths, which "
+                f"are at most {max(widths)}. Give smaller ones."
+            )
         configs = {}
         probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
         for num_layers, size, ratio, table in product(layers, widths, ratios, [None, *tables]):

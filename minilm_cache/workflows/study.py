@@ -34,7 +34,7 @@ from minilm_cache.objectives.config import ObjectiveConfig, check_codec, split_i
 from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
-from minilm_cache.report.runs import TrainedRun, with_short_names
+from minilm_cache.report.runs import TrainedRun, cautions, with_short_names
 from minilm_cache.report.tables import students_table, summary_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -70,6 +70,8 @@ class StudyResult:
     """Means and standard deviations over seeds (`report.tables.summary_table`)."""
     diverged: tuple[str, ...] = ()
     """Names of the passes whose students all diverged, so that the tables lack them."""
+    cautions: tuple[str, ...] = ()
+    """What readers of the tables must know, such as students that ended worse than they began."""
     evaluation: Evaluation | None = None
     """Trials of the teacher and of all students. None means that the study asks for none."""
 
@@ -280,11 +282,20 @@ def _compare(
         # The teacher is scored first.
         teachers_scores=None if evaluation is None else scores.get(evaluation.trials[0].model),
     )
-    names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
-    diverged = tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
     return StudyResult(
-        path=folder, students=students, summary=summary, diverged=diverged, evaluation=evaluation
+        path=folder,
+        students=students,
+        summary=summary,
+        diverged=_diverged(study, have_learned),
+        cautions=tuple(cautions(runs)),
+        evaluation=evaluation,
     )
+
+
+def _diverged(study: Study, have_learned: Sequence[bool]) -> tuple[str, ...]:
+    """Return the names of passes without a student that learned."""
+    names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
+    return tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
 
 
 def _write_tables(students: pa.Table, folder: Path) -> pa.Table:

@@ -332,7 +332,7 @@ def test_heads_that_do_not_divide(world: World, command: Command) -> None:
     command.fails(
         *("train", world.root / "cache", "--arch", "3x385"),
         code=2,
-        says=("--arch 3x385", "does not divide by 4 heads", "3x384 or 3x388"),
+        says=("--arch 3x385", "is not divisible by 4 heads", "3x384 or 3x388"),
     )
 
 

@@ -1,6 +1,7 @@
 """Removing caches and runs: what nobody needs, and nothing else."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,17 @@ def test_what_others_may_write_in_a_store_is_kept(command: Command, store: str) 
     assert folder.sizes() == {}
 
 
-def test_a_url_of_a_folder_is_the_folder(world: World, run: Path, command: Command) -> None:
+def test_a_url_of_a_folder_is_the_folder(
+    world: World, run: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What protects a folder protects it under its other name, too."""
     url = (world.root / "cache").as_uri()
     command.fails("rm", url, "--yes", code=2, says=("is needed by", run.name))
+    monkeypatch.chdir(tmp_path)
+    trained = ("--objective", "minilm", "--arch", "1x16", "--steps", 1, "--device", "cpu")
+    assert command("train", url, *trained, "--out", "here")[0] == 0
+    command.fails("rm", world.root / "cache", "--yes", code=2, says="here")
+    shutil.rmtree("here")
     assert command("rm", url, run, "--yes")[0] == 0
     assert not (world.root / "cache").exists()
 

@@ -151,6 +151,8 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     for row, says in bad:
         file.write_text(json.dumps(row) + "\n")
         command.fails(*words, file, code=1, says=says)
+    file.write_text(json.dumps({"question": "ba", "answer": "be"}) + '\n{"question": "b\n')
+    command.fails(*words, file, code=1, says="line 2: Invalid control character")
     file.write_text("")
     command.fails(*words, file, code=1, says="there is no query")
     command.fails(*words, tmp_path / "nothing", code=1, says="does not exist")

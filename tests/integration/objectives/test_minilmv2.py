@@ -70,7 +70,7 @@ def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:
         (
             {"arch": ("1x20",), "relation_heads": 8},
             {"codec": "vectors"},
-            "does not divide by 8 relation heads",
+            "is not divisible by 8 relation heads",
         ),
     ],
     ids=["topk", "teacher", "student"],

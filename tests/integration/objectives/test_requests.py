@@ -155,4 +155,4 @@ def test_seeds_of_students_are_those_of_their_projections_too(words: World) -> N
 
 def test_bottlenecks_have_vectors_of_their_own_width(words: World, command: Command) -> None:
     say = ("train", words.root / "cache", "--objective", "minilmv2", "--steps", 1, "--arch", "3x32:b12")
-    command.fails(*say, "--relation-heads", 8, code=2, says="width 12 does not divide by 8 relation heads")
+    command.fails(*say, "--relation-heads", 8, code=2, says="width 12 is not divisible by 8 relation heads")

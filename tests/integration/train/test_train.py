@@ -246,7 +246,7 @@ def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": ("3x34",)}, "hidden size 34 does not divide by 4 heads. Take 3x32 or 3x36."),
+        ({"arch": ("3x34",)}, "hidden size 34 is not divisible by 4 heads. Take 3x32 or 3x36."),
         ({"arch": ("3x32:h8",)}, "8 heads, but the cache holds relations of 4 heads"),
         ({"arch": ("3by32",)}, "write LAYERSxHIDDEN"),
         ({"arch": ("0x32",)}, "every size must be at least 1"),

@@ -237,7 +237,7 @@ def test_another_student_takes_up_what_is_there(chained: World, command: Command
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (("--assistant", "2x33"), "2x33: hidden size 33 does not divide"),
+        (("--assistant", "2x33"), "2x33: hidden size 33 is not divisible"),
         (("--arch", "big"), "--arch big: write LAYERSxHIDDEN"),
         (("--objective", "minilmv2"), "--objective minilmv2 needs the query and key relation"),
         (("--teacher", "nowhere"), "there is no folder nowhere, and the hub cannot be asked"),

@@ -151,6 +151,7 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, "--speedup", 1, "--layers", "two", code=2, says="--layers two")
     command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
     command.fails(*begin, "--speedup", 1, "--embedding-widths", "x", code=2, says="--embedding-widths x")
+    command.fails(*begin, "--speedup", 1, "--embedding-widths", 32, code=2, says="none is below")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
     command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocab goes with train")
     other = save_teacher(tmp_path / "other", seed=3)

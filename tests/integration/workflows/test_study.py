@@ -11,6 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
+from markupsafe import escape
 from transformers import AutoModelForMaskedLM
 
 from minilm_cache.cache import Cache, open_cache
@@ -283,6 +284,8 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     models = [summary["model"] for summary in printed["scores"]["summaries"]]
     assert models == ["teacher", *(f"{row['run']}/{row['arch']}" for row in rows)]
     page = (world.root / "shapes" / "report.html").read_text()
+    assert printed["cautions"]
+    assert all(str(escape(line)) in page for line in printed["cautions"])
     assert "sst2 dev accuracy" in page
     assert "one-via-2x32 is the cache of an assistant" in page
     assert re.search(r"1x16, one-via-2x32-minilm-s0\b[^-]", page), "the legend has names without digests"
@@ -450,7 +453,7 @@ def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
         ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
         ({"caches": "\n  one: {for: 3}"}, "--for 3: give objectives"),
         ({"objective": " [{objective: minilm, arch: ['1x16:s1']}]"}, "give seeds under seed"),
-        ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "does not divide by 4 heads"),
+        ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "is not divisible by 4 heads"),
     ],
 )
 def test_states_that_a_study_lacks_are_named(

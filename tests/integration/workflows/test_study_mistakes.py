@@ -37,7 +37,7 @@ from tests.support import World
         ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
         ({"arch": " {a: 1}"}, "line 11, arch: input should be a valid tuple"),
         ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
-        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
+        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 is not divisible by 4 heads"),
         ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
         (
             {"objective": " [minilmv2]"},

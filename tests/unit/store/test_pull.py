@@ -93,10 +93,27 @@ def test_a_damaged_manifest_beside_other_files_is_not_replaced(complete: Path, t
     (out / "manifest.json").write_bytes(b"!!")
     (out / "index/ranges.parquet").write_bytes(b"??")
     before = files_below(out)
-    with pytest.raises(
-        CacheCorruptError, match=r"manifest\.json is damaged, .* Remove .*out, and pull again"
-    ):
+    with pytest.raises(CacheCorruptError, match=r"manifest\.json is damaged, .* Choose another --out"):
         pull(str(complete), out, session=Session())
+    assert files_below(out) == before
+
+
+@pytest.mark.parametrize("golden", ["v1", "v1-vectors"])
+@pytest.mark.parametrize("manifest", [b"!!", None])
+def test_without_an_index_a_lost_manifest_proves_nothing(
+    tmp_path: Path, golden: str, manifest: bytes | None
+) -> None:
+    """Two caches of format 1 may differ in nothing but their shards; neither overwrites the other."""
+    out = tmp_path / "out"
+    shutil.copytree(GOLDEN / golden, out)
+    shard = next(file for file in sorted(out.rglob("*")) if file.is_file() and "/c/" in file.as_posix())
+    shard.write_bytes(b"mine")
+    (out / "manifest.json").unlink()
+    if manifest is not None:
+        (out / "manifest.json").write_bytes(manifest)
+    before = files_below(out)
+    with pytest.raises((CacheCorruptError, IdentityMismatchError)):
+        pull(str(GOLDEN / golden), out, session=Session())
     assert files_below(out) == before
 
 

@@ -13,6 +13,7 @@ from minilm_cache.session import Session
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.durable import own_cores
 from minilm_cache.store.layout import commit_path
+from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader, Segment
 from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify
 from tests.support import change_record, write_document
@@ -28,6 +29,19 @@ def accept(reader: CacheReader) -> Callable[[Segment], None]:
 
 def audit(cache: Path, *, full: bool) -> Verdict:
     return verify(cache, full=full, num_threads=2, check_rows=accept, session=Session())
+
+
+@pytest.mark.parametrize("content", [b'{"a":', None])
+def test_a_copy_whose_manifest_is_damaged_or_lost_is_damaged(
+    complete: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    """A pulled copy has no records of commits, and its index shows that it is a cache."""
+    out = tmp_path / "out"
+    pull(str(complete), out, session=Session())
+    (out / "manifest.json").unlink()
+    if content is not None:
+        (out / "manifest.json").write_bytes(content)
+    assert [damage.path for damage in audit(out, full=False).damage] == ["manifest.json"]
 
 
 def listed_files(cache: Path) -> dict[str, int | None]:
