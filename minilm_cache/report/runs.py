@@ -332,13 +332,17 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
             lines.append(f"{name}: {held_out}, too few to tell students apart. Give more text.")
         if manifest.cut is not None:
             lines.append(f"{name}: cut off {manifest.cut.in_words}.")
-    for run in runs:
-        worse = [each.arch for each in run.record.students if each.ended_worse]
-        if worse and caches[run.name].num_held_out >= FEW_HELD_OUT:
-            lines.append(
-                f"{', '.join(worse)} of {run.label} ended worse than with the weights that training began "
-                "with. Give more steps, a lower rate, or more text."
-            )
+    worse = [
+        f"{student.arch} of {run.label}"
+        for run in runs
+        for student in run.record.students
+        if student.ended_worse and caches[run.name].num_held_out >= FEW_HELD_OUT
+    ]
+    if worse:
+        lines.append(
+            "These ended worse than with the weights that training began with: "
+            f"{', '.join(worse)}. Give more steps, a lower rate, or more text."
+        )
     return lines
 
 
