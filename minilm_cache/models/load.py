@@ -76,8 +76,8 @@ threads at once would leave tied weights without memory, in every later model to
 
 
 _QUIET_LOCK: Final = threading.Lock()
-_quiet: Final[list[None]] = []
-"""One item for each thread that is in `quietly`: the last one out restores what the first one found."""
+_quiet: Final[set[object]] = set()
+"""One object for each use of `quietly` at the moment: the last one out restores what the first one found."""
 _before: Final[dict[str, int]] = {}
 
 
@@ -87,18 +87,20 @@ def quietly() -> Iterator[None]:
 
     Its report calls the folder of an encoder without a head corrupted. What a folder lacks is checked here.
     """
-    with _QUIET_LOCK:
-        if not _quiet:
-            _before.update(bars=logging.is_progress_bar_enabled(), verbosity=logging.get_verbosity())
-            logging.disable_progress_bar()
-            logging.set_verbosity_error()
-        _quiet.append(None)
+    mine = object()
     try:
+        with _QUIET_LOCK:
+            if not _quiet:
+                _before.update(bars=logging.is_progress_bar_enabled(), verbosity=logging.get_verbosity())
+                logging.disable_progress_bar()
+                logging.set_verbosity_error()
+            _quiet.add(mine)
         yield
     finally:
         with _QUIET_LOCK:
-            _quiet.pop()
-            if not _quiet:
+            was_here = mine in _quiet  # it is not where an interruption came first
+            _quiet.discard(mine)
+            if was_here and not _quiet:
                 logging.set_verbosity(_before["verbosity"])
                 if _before["bars"]:
                     logging.enable_progress_bar()

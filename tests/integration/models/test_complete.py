@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from io import StringIO
-from logging import StreamHandler
+from logging import NOTSET, StreamHandler, root
 from pathlib import Path
 from typing import Any
 
@@ -296,8 +296,11 @@ def test_a_new_head_for_masked_tokens_scores_hidden_states_themselves(
     torch.testing.assert_close(logits, normed @ words.T, rtol=1e-5, atol=1e-5)
 
 
-def test_loading_says_nothing_of_a_head_that_is_not_there(tmp_path: Path) -> None:
+def test_loading_says_nothing_of_a_head_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_teacher(tmp_path / "teacher")
+    monkeypatch.setattr(root.manager, "disable", NOTSET)  # which libraries set for all loggers
     said = StringIO()
     handler, verbosity = StreamHandler(said), logging.get_verbosity()
     logging.set_verbosity_warning()  # which an earlier command may have lowered
