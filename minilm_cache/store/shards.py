@@ -194,8 +194,8 @@ class ShardEncoder:
 def _encode_pcodec(rows: npt.NDArray[np.generic]) -> bytes:
     """Return rows, `(rows, components)`, coded component by component.
 
-    Neighbours and multiples say nothing about codes, so pcodec need not look for them: the same bytes in
-    four fifths of the time.
+    Neighbours and multiples say nothing about codes, so pcodec need not look for them, which takes a fifth of
+    the time.
     """
     by_component = np.empty(rows.shape[::-1], rows.dtype)
     for first in range(0, len(rows), _TRANSPOSED_ROWS):

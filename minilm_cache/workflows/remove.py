@@ -54,8 +54,7 @@ def find_removal(name: str, home: Path) -> Removal:
         InvalidConfigError: the folder is neither.
         StorageError: a store cannot be reached.
     """
-    if name.startswith(_FILE):  # a folder of this machine, with its locks and its runs
-        name = url2pathname(name.removeprefix(_FILE))
+    name = _local(name)
     if is_url(name):
         return _find_remote(name, home)
     places = [Path(name), home / "caches" / name, home / "runs" / name]
@@ -84,8 +83,7 @@ def _find_remote(url: str, home: Path) -> Removal:
         raise CacheNotFoundError(
             f"no cache at {folder.url}, complete or begun. `minilm-cache ls STORE` lists those of a store."
         )
-    runs = _runs(*dict.fromkeys(each.resolve() for each in (home / "runs", Path())))
-    needed_by = tuple(run for run, places in runs if url.rstrip("/") in places)
+    needed_by = tuple(run for run, places in _runs(home / "runs", Path()) if url.rstrip("/") in places)
     is_unfinished = BEGUN in sizes and MANIFEST not in sizes
     return Removal(
         path=folder, num_bytes=sum(sizes.values()), needed_by=needed_by, is_unfinished=is_unfinished
@@ -162,15 +160,15 @@ def _empty(removed: Path) -> None:
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
     """Yield the runs of the home, here and next to a folder that name it as their cache or beginning."""
-    folders = (home / "runs", path.parent, Path())
-    for run, places in _runs(*dict.fromkeys(folder.resolve() for folder in folders)):
+    for run, places in _runs(home / "runs", path.parent, Path()):
         if run.resolve() != path.resolve() and path.resolve() in map(_resolved, places):
             yield run
 
 
 def _runs(*folders: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield the runs in folders, each with the caches and the run that it was made from."""
-    for run in (run for folder in folders for run in runs_in(folder)):
+    different = dict.fromkeys(folder.resolve() for folder in folders)
+    for run in (run for folder in different for run in runs_in(folder)):
         with suppress(MiniLMCacheError):  # a damaged run needs nothing
             record = load_record(run)
             places = (record.cache, record.init, *record.also)
@@ -186,11 +184,14 @@ def _locks(path: Path) -> Iterator[Path]:
             yield file
 
 
+def _local(place: str) -> str:
+    """Return the folder that a `file://` URL names, with its locks and its runs; other places as they are."""
+    return url2pathname(place.removeprefix(_FILE)) if place.startswith(_FILE) else place
+
+
 def _resolved(place: str) -> Path | None:
     """Return a path without links. None means that it is none, as a loop of links."""
-    if place.startswith(_FILE):
-        place = url2pathname(place.removeprefix(_FILE))
     try:
-        return Path(place).resolve()
+        return Path(_local(place)).resolve()
     except (OSError, ValueError, RuntimeError):
         return None
