@@ -93,6 +93,7 @@ def chain(
 
     Example: minilm-cache chain --task sst2 --data glue --teacher FINE-TUNED --arch 3x384
     """
+    check_engine(engine, gpus_per_task)
     _refuse_missing(given, dump, [*given.get("assistants", ()), *recipe.get("arch", ())], document=document)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
@@ -103,7 +104,6 @@ def chain(
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
-    check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:

@@ -3,9 +3,10 @@
 They raise what the libraries' callers raise later, so that a mistake shows at once.
 """
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
 from minilm_cache.dump.config import DumpConfig
@@ -20,11 +21,44 @@ from minilm_cache.store.layout import refuse_no_cache
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig, refuse_no_beginning
 from minilm_cache.train.folder import is_run, runs_of
-from minilm_cache.train.record import load_record
+from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.workflows.study_source import Source
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.study_spec import Study
+
+
+_ENCODERS: Final = ("sentence_transformers",)
+_ONNX: Final = ("onnx", "onnxruntime", "onnxscript")
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "eval": ("nltk", "pytrec_eval", "rouge_score", "sacrebleu", "sklearn", "scipy", "torchmetrics"),
+    "sentence-transformers": _ENCODERS,
+    "onnx": _ONNX,
+    "openvino": (*_ONNX, "nncf", "openvino"),
+    "ray": ("ray",),
+}
+"""Modules of the extras whose lack would else show after torch is imported."""
+
+
+def refuse_no_extra(*extras: str, for_what: str) -> None:
+    """Raise InvalidConfigError if a package of an extra is not installed.
+
+    Args:
+        extras: names of extras.
+        for_what: command or option that needs them.
+    """
+    for module in (module for extra in extras for module in EXTRAS[extra]):
+        if importlib.util.find_spec(module) is None:
+            raise InvalidConfigError(
+                f"{for_what} needs {module}, which is not installed: pip install "
+                f"'minilm-cache[{','.join(extras)}]'."
+            )
+
+
+def refuse_no_tracker(name: str) -> None:
+    """Raise InvalidConfigError if the package of a tracker is not installed."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise InvalidConfigError(f"--tracker {name} is not installed. Install it: `pip install {name}`.")
 
 
 def refuse_missing(
@@ -103,6 +137,18 @@ def refuse_no_own_data(path: Path, beside: FurtherTexts) -> None:
     read_own_data(path)
     if beside.corpus is not None:
         refuse_no_text(beside.corpus, beside.text_column)
+
+
+def refuse_run_of_others(config: TrainConfig, out: Path | None) -> None:
+    """Raise IdentityMismatchError if a folder has a run that was trained with other settings.
+
+    What the cache and this machine add to the settings is compared later.
+    """
+    if out is None or not is_run(out):
+        return
+    record = load_record(out)
+    if not has_trained_nothing(out, record):
+        refuse_other_run(out, record, RunIdentity.settings_of(config))
 
 
 def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool = True) -> None:

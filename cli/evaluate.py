@@ -8,7 +8,12 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_columns, refuse_no_own_data
+from minilm_cache.cli.early import (
+    refuse_missing,
+    refuse_no_columns,
+    refuse_no_extra,
+    refuse_no_own_data,
+)
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
@@ -54,6 +59,7 @@ def evaluate(
         for task in TASKS.keys() & {*config.task}:
             task_folder(Path(config.data), TASKS[task].title)
     refuse_no_columns(config)
+    refuse_no_extra("eval", for_what="evaluate")
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -160,6 +166,8 @@ def speed(
     """
     config = validated(SpeedConfig, given)
     refuse_missing(models=models, revision=config.revision)
+    if config.onnx is not None:
+        refuse_no_extra("onnx", for_what="--onnx")
     from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -219,6 +227,7 @@ def embeddings(
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)
+    refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

@@ -16,6 +16,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from minilm_cache.cli.early import refuse_no_extra
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import Repeated
 from minilm_cache.settings import FrozenSettings, flag_of, whole_number
@@ -54,11 +55,13 @@ StoreOption = Annotated[
 
 
 def check_engine(engine: str | None, gpus_per_task: float | None) -> None:
-    """Raise InvalidConfigError for an engine that is not known, or GPUs of tasks without an engine."""
+    """Raise InvalidConfigError for an engine that is unknown or not installed, or GPUs without an engine."""
     if engine not in (None, "ray"):
         raise InvalidConfigError(f"--engine {engine}: unknown engine. Use ray, or leave it out.")
     if engine is None and gpus_per_task is not None:
         raise InvalidConfigError("--gpus-per-task is about tasks of a cluster. Add --engine ray.")
+    if engine is not None:
+        refuse_no_extra("ray", for_what="--engine ray")
 
 
 CacheOrUrlArgument = Annotated[

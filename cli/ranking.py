@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_own_data
+from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_no_own_data
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import in_words
 from minilm_cache.cli.interrupt import stoppable_session
@@ -40,6 +40,7 @@ def mine(
         models=[model], revision=config.revision, data=config.retrieval, corpus=config.corpus, out=out
     )
     refuse_no_own_data(config.retrieval, config)
+    refuse_no_extra("sentence-transformers", "eval", for_what="mine")
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -78,6 +79,7 @@ def rerank(
     named = [*models, config.first_stage]
     refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     refuse_no_own_data(config.retrieval, config)
+    refuse_no_extra("sentence-transformers", "eval", for_what="rerank")
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

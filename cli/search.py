@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_unserved
+from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
@@ -54,6 +54,9 @@ def search(
     validated(TrainConfig, {**train, "arch": ("1x12",)})  # says what is wrong before torch is there
     refuse_file(out)
     refuse_missing(cache=cache)
+    runtime = config.runtime.removesuffix("-int8")
+    if runtime != "torch":
+        refuse_no_extra(runtime, for_what=f"--runtime {config.runtime}")
     if cache is not None:
         refuse_unserved(validated(TrainConfig, {**train, "arch": ("1x12",)}), cache, has_shapes=False)
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds

@@ -1,7 +1,8 @@
 """`minilm-cache study`: trains many students and compares them in one table and one page."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +18,7 @@ from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.study import StudyResult
-    from minilm_cache.workflows.study_spec import Study
+    from minilm_cache.workflows.study_spec import Pass, Study
 
 
 def study(
@@ -95,23 +96,28 @@ def _show(result: "StudyResult", *, json: bool) -> None:
         print_scores(result.evaluation)
 
 
+def _documents(passes: "Iterable[tuple[Pass, str]]") -> list[dict[str, Any]]:
+    return [
+        {"pass": planned.name, "cache": planned.cache, "students": planned.config.arch, "state": state}
+        for planned, state in passes
+    ]
+
+
 def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     """Print which caches and passes of a study are there, and which are to be made."""
     from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
 
     preview = preview_study(study, folder, cache_home(), here=here)
     if json:
-        passes = [
-            {"pass": planned.name, "cache": planned.cache, "students": planned.config.arch, "state": state}
-            for planned, state in preview.passes
-        ]
-        print_json({"study": str(folder), "caches": preview.caches, "passes": passes})
+        document = {"assistants": _documents(preview.assistants), "passes": _documents(preview.passes)}
+        print_json({"study": str(folder), "caches": preview.caches, **document})
         return
     print_table(f"Caches of {folder}", ["cache", "state"], list(map(list, preview.caches.items())))
     rows = [
         [planned.name, ", ".join(planned.config.arch), planned.config.objective, state]
-        for planned, state in preview.passes
+        for planned, state in (*preview.assistants, *preview.passes)
     ]
     passes_in_words = "1 pass trains" if len(rows) == 1 else f"{len(rows)} passes train"
-    title = f"{passes_in_words} {counted(preview.num_students, 'student')}"
+    assistants = f" and {counted(len(preview.assistants), 'assistant')}" if preview.assistants else ""
+    title = f"{passes_in_words} {counted(preview.num_students, 'student')}{assistants}"
     print_table(title, ["pass", "students", "objective", "state"], rows)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_unserved
+from minilm_cache.cli.early import refuse_missing, refuse_no_tracker, refuse_run_of_others, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
@@ -55,6 +55,8 @@ def train(
     refuse_missing(cache=cache, arch=config.arch)
     if cache is not None:
         refuse_unserved(config, cache)
+    refuse_run_of_others(config, out)
+    refuse_no_tracker(config.tracker)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -107,23 +109,16 @@ def _print(result: "TrainResult", place: str) -> None:
     if 0 < result.num_held_out < FEW_HELD_OUT:
         few = counted(result.num_held_out, "sequence")
         print_pairs({"held out": f"{few}, too few to tell whether students became better: give more text"})
-    if not _worse(result):
+    if not record.ended_worse(result.num_held_out):
         # A report opens no URL that a run names: whoever runs it says that it is trusted.
         cache = ["--cache", without_secrets(place)] if is_url(place) else []
         report = shlex.join(["minilm-cache", "report", str(result.path), *cache, "--out", "report.html"])
         print_pairs({"next": report})
 
 
-def _worse(result: "TrainResult") -> list[str]:
-    """Return the shapes of the students that ended worse than they began, as far as that can be told."""
-    if result.num_held_out < FEW_HELD_OUT:
-        return []
-    return [student.arch for student in result.record.students if student.ended_worse]
-
-
 def _end_if_worse(result: "TrainResult") -> None:
     """End with exit code 1 if students ended worse than they began."""
-    if worse := _worse(result):
+    if worse := result.record.ended_worse(result.num_held_out):
         lr = result.record.identity.lr
         print_error(
             f"{', '.join(worse)} ended worse than with the weights that training began with "

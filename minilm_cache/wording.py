@@ -4,7 +4,11 @@ import difflib
 import html
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+_LONGEST: Final = 16
+"""Most characters of a value in a message."""
 
 
 def number_text(value: int | float | None, digits: int = 4) -> str:
@@ -87,3 +91,23 @@ class Described(ABC):
 
     def _repr_html_(self) -> str:
         return html_table(type(self).__name__, self.describe())
+
+
+def differing_values(
+    existing: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
+) -> Iterator[str]:
+    """Yield each difference of two documents as `name (existing value there, expected value asked)`."""
+    for name in sorted(existing.keys() | expected.keys()):
+        left, right = existing.get(name), expected.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from differing_values(left, right, f"{prefix}{name}.")
+        elif left != right:
+            yield f"{prefix}{name} ({_shown(left)} there, {_shown(right)} asked)"
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message: a group of values as `some`, a long text by its beginning."""
+    if isinstance(value, dict):
+        return "some"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

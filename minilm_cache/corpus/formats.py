@@ -105,6 +105,14 @@ def _is_text(file: Path) -> bool:
     return file.suffix in IN_FOLDERS and file.name != "README.md"
 
 
+def separated_otherwise(names: Sequence[str]) -> str:
+    """Return what to do about a table whose only column has several names in it; empty if it is not one."""
+    sign = next((sign for sign in ";\t|" if len(names) == 1 and sign in names[0]), None)
+    if sign is None:
+        return ""
+    return f"Its columns stand apart by {sign!r}: write it with commas, as .csv, or with tabs, as .tsv."
+
+
 def refuse_other_content(file: Path) -> None:
     """Raise CorpusError for a file that is empty, or holds something else than its ending says.
 

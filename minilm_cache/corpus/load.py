@@ -33,6 +33,7 @@ from minilm_cache.corpus.formats import (
     corpus_files,
     joined_columns,
     joined_text,
+    separated_otherwise,
 )
 from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
 from minilm_cache.corpus.records import (
@@ -530,7 +531,7 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
     if column not in loaded.column_names:
         raise CorpusError(
             f"corpus {where} has no column {column!r}; it has {', '.join(loaded.column_names)}. "
-            "Name the one with the text: --text-column."
+            f"{separated_otherwise(loaded.column_names) or 'Name the right one: --text-column.'}"
         )
     texts = loaded.select_columns([column])
     if column != "text":

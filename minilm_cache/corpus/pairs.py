@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import datasets
 import xxhash
 
-from minilm_cache.corpus.formats import TEXT
+from minilm_cache.corpus.formats import TEXT, separated_otherwise
 from minilm_cache.corpus.records import COPIES_COLUMN, COPIES_OF, Record, as_key, plain_text, read_rows
 from minilm_cache.errors import CorpusError, InvalidConfigError
 
@@ -205,8 +205,8 @@ def refuse_missing_columns(loaded: datasets.Dataset, columns: PairColumns) -> No
     missing = [name for name in columns.every if name not in loaded.column_names]
     if missing:
         raise CorpusError(
-            f"the corpus has no column {missing[0]!r}; it has {', '.join(loaded.column_names)}. Name the "
-            "ones with the texts: --pair-columns."
+            f"the corpus has no column {missing[0]!r}; it has {', '.join(loaded.column_names)}. "
+            f"{separated_otherwise(loaded.column_names) or 'Name those with the texts: --pair-columns.'}"
         )
 
 

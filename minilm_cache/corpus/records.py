@@ -17,7 +17,14 @@ from typing import IO, Any, Final, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minilm_cache.corpus.formats import TEXT, Documents, joined_columns, joined_text, refuse_other_content
+from minilm_cache.corpus.formats import (
+    TEXT,
+    Documents,
+    joined_columns,
+    joined_text,
+    refuse_other_content,
+    separated_otherwise,
+)
 from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
@@ -576,7 +583,7 @@ def _refuse_no_text(file: Path, column: str, *, number: int, names: Sequence[str
     more = "" if len(names) < _SHOWN_COLUMNS else ", ..."
     raise CorpusError(
         f"corpus {file} has no column {column!r}; it has {', '.join(names[:_SHOWN_COLUMNS])}{more}. "
-        "Name the one with the text: --text-column."
+        f"{separated_otherwise(names) or 'Name the right one: --text-column.'}"
     )
 
 

@@ -103,8 +103,8 @@ def _check_shape(shape: StudentShape) -> None:
         )
     if inside > shape.hidden_size or inside % heads:
         raise InvalidConfigError(
-            f"--arch {arch}: a bottleneck of {inside} is above hidden size {shape.hidden_size}, or does not "
-            f"divide by {heads} heads. Take another :b."
+            f"--arch {arch}: a bottleneck of {inside} is above hidden size {shape.hidden_size}, or is not "
+            f"divisible by {heads} heads. Take another :b."
         )
     if shape.embedding_size > shape.hidden_size:
         raise InvalidConfigError(

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import vl_convert
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, RelationAgreement
 from minilm_cache.report.tables import KL_COLUMNS, curves_table, seed_of
@@ -74,7 +75,13 @@ class Picture:
         return spec
 
     def save(self, file: str | Path) -> None:
-        """Write the picture as a PNG."""
+        """Write the picture as a PNG.
+
+        Raises:
+            InvalidConfigError: the file's name does not end in .png.
+        """
+        if Path(file).suffix.lower() != ".png":
+            raise InvalidConfigError(f"{file}: a picture is written as a PNG. Give a name that ends in .png.")
         Path(file).write_bytes(self._repr_png_())
 
     def _repr_png_(self) -> bytes:

@@ -333,10 +333,9 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
         if manifest.cut is not None:
             lines.append(f"{name}: cut off {manifest.cut.in_words}.")
     worse = [
-        f"{student.arch} of {run.label}"
+        f"{arch} of {run.label}"
         for run in runs
-        for student in run.record.students
-        if student.ended_worse and caches[run.name].num_held_out >= FEW_HELD_OUT
+        for arch in run.record.ended_worse(caches[run.name].num_held_out)
     ]
     if worse:
         lines.append(

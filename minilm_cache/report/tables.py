@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import num_map_weights
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
@@ -215,17 +216,21 @@ def _with_parts(table: pa.Table, runs: Sequence[TrainedRun], losses: Mapping[Pat
     return table
 
 
-def results(*folders: str | Path) -> "pd.DataFrame":
+def results(*folders: str | Path, teacher: str | None = None) -> "pd.DataFrame":
     """Return a row for each student of runs, chains and studies, with the columns that have values.
 
     Args:
         folders: folders of complete runs, of chains or of studies.
+        teacher: name or folder of the teacher, which then runs again, so that KLs are exact, as those of a
+            study. None means the KLs that runs recorded, to what their caches hold.
 
     Raises:
-        MiniLMCacheError: a folder holds no complete run, or a cache or a student is damaged.
+        MiniLMCacheError: a folder holds no complete run, a cache or a student is damaged, or the teacher
+            does not exist.
     """
     runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
-    frame: pd.DataFrame = students_table(runs).to_pandas().dropna(axis="columns", how="all")
+    live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
+    frame: pd.DataFrame = students_table(runs, live).to_pandas().dropna(axis="columns", how="all")
     return frame
 
 

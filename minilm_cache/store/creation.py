@@ -1,7 +1,7 @@
 """Begin a cache, in a folder or in a store, and compare one that exists with the requested one."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -18,9 +18,7 @@ from minilm_cache.store.checked import digest_bytes, read_checked
 from minilm_cache.store.durable import is_vacant, storage_errors, wait_for, write_file
 from minilm_cache.store.layout import COMMITS, CREATE_LOCK, MANIFEST, below
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
-
-_LONGEST: Final = 16
-"""Most characters of a value in a message."""
+from minilm_cache.wording import differing_values
 
 
 def prepare_root(root: Path) -> None:
@@ -70,33 +68,14 @@ def creating(root: Path, session: Session) -> Iterator[None]:
 def differing_fields(existing: CacheManifest, expected: CacheManifest) -> list[str]:
     """Return where two manifests differ that would have to describe the same cache.
 
-    The texts are those of `differing_values`. Empty means that only the sequences of its shards can differ.
+    The texts are those of `wording.differing_values`. Empty means that only the sequences of its shards can
+    differ.
     """
     pairs = [
         (existing.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
         ({"shard_tokens": existing.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
     ]
     return [text for left, right in pairs for text in differing_values(left, right)]
-
-
-def differing_values(
-    existing: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
-) -> Iterator[str]:
-    """Yield each difference of two documents as `name (existing value there, expected value asked)`."""
-    for name in sorted(existing.keys() | expected.keys()):
-        left, right = existing.get(name), expected.get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            yield from differing_values(left, right, f"{prefix}{name}.")
-        elif left != right:
-            yield f"{prefix}{name} ({_shown(left)} there, {_shown(right)} asked)"
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message: a group of values as `some`, a long text by its beginning."""
-    if isinstance(value, dict):
-        return "some"
-    text = str(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 BEGUN: Final = "unfinished.json"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
@@ -157,6 +158,8 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
         doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
         if doubled:
             raise ValueError(f"--arch {doubled[0]} is given twice")
+        for arch in self.arch:
+            num_layers_of(arch)
         return self
 
 

@@ -1,9 +1,10 @@
 """The record of a run, `run.json`, and its log `log.jsonl`, with one line per logged step."""
 
 import json
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
@@ -19,6 +20,7 @@ from minilm_cache.store.urls import without_secrets
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
+from minilm_cache.wording import differing_values
 
 ANOTHER_MODEL: Final = "another model"
 """What a student began with that was not cut from the cache's teacher."""
@@ -41,6 +43,13 @@ _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_DERIVED: Final = frozenset(
+    {"teacher_layer", "steps", "dropout", "batches", "frozen", "form", "num_parts", "precision", "init"}
+    | {"vocab", "also"}
+)
+"""Fields of an identity whose value is not that of the setting with the same name."""
 
 
 class RunIdentity(ObjectiveFields, StoredModel):
@@ -127,9 +136,6 @@ class RunIdentity(ObjectiveFields, StoredModel):
             vocab: hash of the pieces that students have. None means all.
             also: fingerprints of the caches of other teachers.
         """
-        shared = {
-            name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
-        }
         derived = {
             "fingerprint": manifest.fingerprint,
             "shard_tokens": manifest.shard_tokens,
@@ -147,7 +153,16 @@ class RunIdentity(ObjectiveFields, StoredModel):
             "vocab": vocab,
             "also": also,
         }
-        return cls(**{**shared, **derived})
+        return cls(**{**cls.settings_of(config), **derived})
+
+    @classmethod
+    def settings_of(cls, config: TrainConfig) -> dict[str, Any]:
+        """Return what settings alone say of a run, by field: all but what depends on cache and machine."""
+        return {
+            name: getattr(config, name)
+            for name in cls.model_fields
+            if name in TrainConfig.model_fields and name not in _DERIVED
+        }
 
     def describes_layers(self) -> str:
         """Return what students learned from, in words: layers of a teacher, or its outputs."""
@@ -268,6 +283,16 @@ class RunRecord(_Record):
             content["continued_at"] = self.continued_at
         return canonical_sha256(content)[:12]
 
+    def ended_worse(self, num_held_out: int) -> list[str]:
+        """Return the shapes of the students that ended worse than they began, as far as that can be told.
+
+        Args:
+            num_held_out: held-out sequences of the cache.
+        """
+        if num_held_out < FEW_HELD_OUT:
+            return []
+        return [student.arch for student in self.students if student.ended_worse]
+
     @model_validator(mode="after")
     def _students_are_the_runs(self) -> "RunRecord":
         if tuple(student.arch for student in self.students) != self.identity.arch:
@@ -298,6 +323,38 @@ def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
     if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
     return f"Losses of {identity.objective}"
+
+
+def has_trained_nothing(folder: Path, record: RunRecord) -> bool:
+    """Return whether a run has no state, as where its tracker did not start: its folder is free."""
+    return not record.complete and not any(RunFolder(path=folder).checkpoints.glob("*"))
+
+
+def refuse_other_run(folder: Path, record: RunRecord, asked: Mapping[str, Any]) -> None:
+    """Raise IdentityMismatchError if what a run was trained with is not what is asked now.
+
+    Args:
+        folder: folder of the run.
+        record: record of the run.
+        asked: fields of an identity; those that are left out are not compared.
+    """
+    there = {name: value for name, value in record.identity if name in asked}
+    differing = list(differing_values(there, asked))
+    if differing:
+        names = {difference.partition(" ")[0] for difference in differing}
+        hint = next((words for name, words in _HINTS_ON_OLDER_RUNS.items() if name in names), "")
+        raise IdentityMismatchError(
+            f"{folder} holds another run, which differs in {', '.join(differing)}.{hint} "
+            "Choose another --out."
+        )
+
+
+_HINTS_ON_OLDER_RUNS: Final = {
+    "form": " Runs of the first releases go on with --form paper.",
+    "init": " Students of a complete run stay what they began with: name the same --init to see it again.",
+    "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
+}
+"""Hints to add to the message where a setting differs because a newer release changed its meaning."""
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

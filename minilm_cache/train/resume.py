@@ -1,7 +1,6 @@
 """What a run goes on with: an objective learned before, its folder, record, identity and initial weights."""
 
 from pathlib import Path
-from typing import Final
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError
@@ -12,7 +11,14 @@ from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, first_config
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
 from minilm_cache.train.initial import Beginnings
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.record import ANOTHER_MODEL, RunIdentity, RunRecord, load_record
+from minilm_cache.train.record import (
+    ANOTHER_MODEL,
+    RunIdentity,
+    RunRecord,
+    has_trained_nothing,
+    load_record,
+    refuse_other_run,
+)
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.train.setup import num_steps
 
@@ -86,23 +92,9 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
         return None
     record = load_record(folder)
     record = _continued(folder, record, identity) or record
-    there, asked = record.identity.model_dump(mode="json"), identity.model_dump(mode="json")
-    differing = [
-        f"{name} ({there.get(name)} there, {asked.get(name)} asked)"
-        for name in {**there, **asked}
-        if there.get(name) != asked.get(name)
-    ]
-    if differing and not record.complete and not any(RunFolder(path=folder).checkpoints.glob("*")):
-        return None  # nothing was trained, as where a tracker did not start: the folder is free
-    if differing:
-        hint = next(
-            (words for name, words in _HINTS_ON_OLDER_RUNS.items() if differing[0].startswith(f"{name} (")),
-            "",
-        )
-        raise IdentityMismatchError(
-            f"{folder} holds another run, which differs in {', '.join(differing)}.{hint} "
-            "Choose another --out."
-        )
+    if record.identity != identity and has_trained_nothing(folder, record):
+        return None
+    refuse_other_run(folder, record, dict(identity))
     return record
 
 
@@ -123,14 +115,6 @@ def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRec
         )
     changes = {"identity": identity, "complete": False, "continued_at": (*record.continued_at, before)}
     return record.model_copy(update=changes)
-
-
-_HINTS_ON_OLDER_RUNS: Final = {
-    "form": " Runs of the first releases go on with --form paper.",
-    "init": " Students of a complete run stay what they began with: name the same --init to see it again.",
-    "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
-}
-"""Hints to add to the message where a setting differs because a newer release changed its meaning."""
 
 
 def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:

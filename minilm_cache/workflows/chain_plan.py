@@ -26,13 +26,13 @@ from minilm_cache.storage_schema.upgrades import (
     defaults_of_later,
     without_defaults,
 )
-from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import bounded_bytes
 from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_config, with_preset
 from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
+from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, ChainConfig, naming_settings
 from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source

@@ -1,5 +1,6 @@
 """What a study would do: which caches and passes are there, and which are still to be made."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +53,10 @@ class Preview:
 
     caches: dict[str, str]
     """State by name of the cache."""
+    assistants: list[tuple[Pass, str]]
+    """Trainings of assistants, and their states."""
     passes: list[tuple[Pass, str]]
-    """Passes and their states."""
+    """Passes of students, and their states."""
 
     @property
     def num_students(self) -> int:
@@ -76,10 +79,15 @@ def preview_study(study: Study, folder: Path, home: Path, *, here: bool = True) 
     study = study.grown(folder)
     check_shapes(study, home, here=here)
     caches: dict[str, DumpConfig | str | Assistant] = {**study.caches, **study.made}
+
+    def states(passes: Iterable[Pass]) -> list[tuple[Pass, str]]:
+        return [(planned, run_state(folder / "runs" / planned.name)) for planned in passes]
+
     return Preview(
         caches={
             name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)
             for name, cache in caches.items()
         },
-        passes=[(planned, run_state(folder / "runs" / planned.name)) for planned in study.passes],
+        assistants=states(assistant.training for assistant in study.made.values()),
+        passes=states(study.passes),
     )

@@ -3,11 +3,15 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from minilm_cache.cli.early import refuse_no_text
+from minilm_cache.cli.early import EXTRAS, refuse_no_text
+from tests.conftest import Command
 from tests.support import World, save_teacher, write_corpus
 
 SLOW = ("torch", "transformers", "datasets", "pyarrow")
@@ -60,6 +64,10 @@ READ = {
     "train cache --arch 2x32 --objective mlm-kd": "does not hold: soft labels (--labels). Add them",
     "train cache --arch 2x32 --teacher-layer 0": "--teacher-layer 0: the cache holds layer 2",
     "train cache --arch 2x32 --init nosuch": "--init nosuch: there is no such folder",
+    "train cache --arch 2x16 --seed 3 --out trained": "holds another run, which differs in arch (1x32 there",
+    "dump --teacher teacher --corpus semicolons.csv": "Its columns stand apart by ';': write it with commas",
+    "evaluate teacher --task semicolons.csv": "Its columns stand apart by ';': write it with commas",
+    "dump --teacher teacher --corpus semicolons.csv --pair-columns text,label": "stand apart by ';'",
     "study key.yaml": "key.yaml, line 3, train.stepps: there is no such setting",
     "study shape.yaml": "shape.yaml, line 2, arch.0: --arch 3x3z",
     "study text.yaml --dry-run": "text.yaml, line 1, dump.corpus: corpus nosuch.txt does not exist",
@@ -98,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "groups.jsonl").write_text('{"query": "ba", "documents": ["be"]}\n')
     (folder / "questions.jsonl").write_text('{"question": "ba", "answer": "be"}\n')
     (folder / "table.csv").write_text("text,label\nba,1\n")
+    (folder / "semicolons.csv").write_text("text;label\nba;1\n")
     study = "dump: {teacher: teacher, corpus: notes.txt}\n"
     (folder / "key.yaml").write_text(f"{study}arch: [2x32]\ntrain: {{stepps: 3}}\n")
     (folder / "text.yaml").write_text("dump: {teacher: teacher, corpus: nosuch.txt}\narch: [2x32]\n")
@@ -107,6 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "shape.yaml").write_text(f"{study}arch: [3x3z]\n")
     world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))
     world.dump("cache")
+    world.train("trained", steps=2)
     return folder
 
 
@@ -138,3 +148,44 @@ def test_what_can_be_read_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "later.jsonl").write_text('{"title": "ba"}\n{"body": "be", "title": null}\n')
     refuse_no_text(str(tmp_path / "later.jsonl"), "title+body")
     refuse_no_text(str(tmp_path), "query")
+
+
+PACKAGES = {
+    "export-model mini --onnx --out o": "onnxscript",
+    "export-model mini --openvino --out o": "nncf",
+    "evaluate mini --task table.csv": "sacrebleu",
+    "embeddings mini --retrieval questions.jsonl": "sentence_transformers",
+    "mine mini --retrieval questions.jsonl --out o": "pytrec_eval",
+    "rerank teacher --retrieval questions.jsonl --first-stage mini": "sentence_transformers",
+    "speed mini --onnx o": "onnxruntime",
+    "search cache --speedup 2 --runtime openvino-int8 --out o": "openvino",
+    "study study.yaml --engine ray": "ray",
+    "chain --teacher mini --assistant 3x384 --arch 2x96 --engine ray": "ray",
+    "dump --teacher mini --corpus notes.txt --engine ray": "ray",
+    "train cache --arch 2x32 --tracker wandb": "wandb",
+}
+"""Commands that need a package, and the package."""
+
+
+@pytest.mark.parametrize(("line", "lacking"), PACKAGES.items())
+def test_a_package_that_is_not_installed_shows_first(
+    folder: Path, line: str, lacking: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, lacking, None)
+    command.fails(*line.split(), code=2, says=(lacking, "not installed", "pip install"))
+
+
+def test_extras_have_the_packages_of_the_project() -> None:
+    wanted: dict[str, set[str]] = {}
+    for requirement in map(Requirement, requires("minilm-cache") or ()):
+        for extra in EXTRAS:
+            if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
+                inner = requirement.extras or {canonicalize_name(requirement.name)}
+                wanted.setdefault(extra, set()).update(inner)
+    distributions = packages_distributions()
+    for extra, modules in EXTRAS.items():
+        names = {canonicalize_name(name) for module in modules for name in distributions[module]}
+        asked = {name for each in wanted[extra] for name in wanted.get(each, {each})}
+        assert names >= asked
+        assert len(modules) == len(asked)

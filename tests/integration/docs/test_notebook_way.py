@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from minilm_cache import (
     DumpConfig,
@@ -59,7 +60,13 @@ def test_a_notebook_is_pleasant(
     assert "masked_agreement" not in row  # nothing measured it
     run = TrainedRun.open("run")
     figure = attention_figure(run, "ba be bi", teacher=str(world.teacher))
+    figure.save("maps.PNG")
+    assert Path("maps.PNG").read_bytes() == figure._repr_png_()
     assert figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(InvalidConfigError, match=r"maps\.svg: a picture is written as a PNG"):
+        figure.save("maps.svg")
+    with pytest.raises(ValidationError, match="--arch three: write LAYERSxHIDDEN"):
+        TrainConfig(arch="three")
     maps = figure.spec["hconcat"]
     assert [one["title"] for one in maps] == ["teacher teacher", "1x32"]
     tokens = [token.rpartition(" ")[0].strip() for token in maps[0]["encoding"]["y"]["sort"]]

@@ -53,3 +53,10 @@ def test_embeddings_fit_students_of_any_depth(world: World, command: Command) ->
     path = document(world, init=" [embeddings]", arch=" [5x32]")
     code, _, err = command("study", path, "--dry-run")
     assert code == 0, err
+
+
+def test_a_preview_shows_what_trains_assistants(world: World, command: Command) -> None:
+    shapes = document(world, caches="\n  one: {codec: vectors}", seed=" [0]", assistants=" [2x32]")
+    preview = json.loads(command("study", shapes, "--dry-run", "--json")[1])
+    assert [each["students"] for each in preview["assistants"]] == [["2x32"]]
+    assert "3 passes train 4 students and 1 assistant" in command("study", shapes, "--dry-run")[1]

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, StorageError
 from minilm_cache.session import Session
-from minilm_cache.store.creation import creating, differing_fields, differing_values, prepare_root
+from minilm_cache.store.creation import creating, differing_fields, prepare_root
 from minilm_cache.store.layout import CREATE_LOCK
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.wording import differing_values
 from tests.unit.store.support import GOLDEN, Recorder
 
 
