@@ -4,7 +4,8 @@
 
 `mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
 whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
-students that are fine-tuned alone on the same examples, from a slice of `mini`. One seed.
+students that are fine-tuned alone on the same examples, from a slice of `mini`. One seed. Of QNLI the dev set
+is split in two: the teacher and students learn from the first half, and are scored on the second one.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from minilm_cache.slicing.run import slice_teacher
 from minilm_cache.workflows.config import TaskStageConfig
 from minilm_cache.workflows.task_stage import run_task_stage
 
-LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668, "rte": 2490, "cola": 8551}
+LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668, "rte": 2490, "cola": 8551, "qnli": 2731}
 """Training examples that the teacher is fine-tuned on."""
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
 ARCHS: Final = ("3x384", "3x192")
@@ -33,6 +34,7 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
     "mrpc": {**_RECIPE, "steps": 500, "batches": "by-length"},
     "rte": {**_RECIPE, "steps": 400, "batches": "by-length"},
     "cola": {**_RECIPE, "steps": 1500, "batches": "by-length"},
+    "qnli": {**_RECIPE, "steps": 500, "batches": "by-length"},
 }
 _MAX_LENGTH: Final = 128
 
@@ -44,8 +46,9 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("task-stages"))
     parser.add_argument("--task", action="append", help="all of them without it")
     given = parser.parse_args()
-    home, session, data = given.home, Session(given.home), str(given.data / "glue")
+    home, session = given.home, Session(given.home)
     for task in given.task or LABELLED:
+        data = str(_halves(given.data / "glue", home) if task == "qnli" else given.data / "glue")
         tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[task], "keep_models": True}
         config = validated(EvaluateConfig, tuning)
         tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
@@ -68,6 +71,16 @@ def main() -> None:
             | dict(zip(["teacher, as it is", *of_stage], _scores(stage.evaluation), strict=True)),
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _halves(glue: Path, home: Path) -> Path:
+    """Return a folder in which QNLI's training set is the first half of its dev set, and that the second."""
+    head, *rows = (glue / "QNLI/dev.tsv").read_text().splitlines(keepends=True)
+    folder = home / "halves" / "QNLI"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, half in (("train", rows[: LABELLED["qnli"]]), ("dev", rows[LABELLED["qnli"] :])):
+        (folder / f"{name}.tsv").write_text("".join([head, *half]))
+    return folder.parent
 
 
 def _slices(home: Path) -> list[str]:
