@@ -44,6 +44,9 @@ train notes.cache --arch 3x384 --objective minilm
 train notes.cache --arch 3x384 --objective hidden-mse
 train relations.cache --arch 3x384 --teacher-layer 2
 train notes.cache --arch 3x384 --objective embedding --init nosuch
+train notes.cache --arch 3x384 --objective score --own-labels nosuch.csv
+dump --teacher mini --corpus semicolons.csv
+evaluate mini --task semicolons.csv
 study wrong_key.yaml
 study wrong_shape.yaml
 study wrong_heads.yaml
@@ -112,6 +115,7 @@ def _prepare(home: Path) -> None:
     (home / "run").mkdir(exist_ok=True)
     (home / "run" / "run.json").touch()
     (home / "table.csv").write_text("text,label\none,1\ntwo,0\n")
+    (home / "semicolons.csv").write_text("text;label\none;1\n")
     study = "dump: {teacher: mini, corpus: notes.txt}\n"
     (home / "wrong_key.yaml").write_text(f"{study}arch: [3x192]\ntrain: {{stepps: 3}}\n")
     (home / "wrong_heads.yaml").write_text(f"{study}arch: [3x200]\n")

@@ -55,7 +55,11 @@ class _Options(TaskStageConfig, ChainConfig):
     _Options,
     DumpConfig,
     TrainConfig,
-    leave_out={_Options: ("dump", "train"), DumpConfig: NOT_OF_A_CHAIN},
+    leave_out={
+        _Options: ("dump", "train"),
+        DumpConfig: NOT_OF_A_CHAIN,
+        TrainConfig: ("own_labels", "label_column"),  # a chain has no labels, and a task has its own
+    },
     rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
     may_lack=True,
     common=(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files
+from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files, file_of_records
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
@@ -137,6 +137,16 @@ def refuse_no_own_data(path: Path, beside: FurtherTexts) -> None:
     read_own_data(path)
     if beside.corpus is not None:
         refuse_no_text(beside.corpus, beside.text_column)
+
+
+def refuse_no_labels(config: TrainConfig) -> None:
+    """Raise CorpusError if the file of labels does not exist, is damaged, or lacks the column."""
+    if config.own_labels is None:
+        return
+    file = file_of_records(config.own_labels, "--own-labels")
+    from minilm_cache.corpus.records import read_rows  # noqa: PLC0415 - pyarrow takes a while
+
+    next(read_rows(file, (config.label_column,), "--label-column"), None)
 
 
 def refuse_run_of_others(config: TrainConfig, out: Path | None) -> None:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_tracker, refuse_run_of_others, refuse_unserved
+from minilm_cache.cli.early import (
+    refuse_missing,
+    refuse_no_labels,
+    refuse_no_tracker,
+    refuse_run_of_others,
+    refuse_unserved,
+)
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
@@ -55,6 +61,7 @@ def train(
     refuse_missing(cache=cache, arch=config.arch)
     if cache is not None:
         refuse_unserved(config, cache)
+    refuse_no_labels(config)
     refuse_run_of_others(config, out)
     refuse_no_tracker(config.tracker)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds

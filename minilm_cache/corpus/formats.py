@@ -105,6 +105,19 @@ def _is_text(file: Path) -> bool:
     return file.suffix in IN_FOLDERS and file.name != "README.md"
 
 
+def file_of_records(name: str, option: str) -> Path:
+    """Return the file of records that an option names.
+
+    Raises:
+        CorpusError: it does not exist, or is no file of records.
+    """
+    path = Path(name)
+    if not path.is_file() or path.suffix not in set(KNOWN) - set(TEXT):
+        what = "is no file of records" if path.exists() else "does not exist"
+        raise CorpusError(f"{option} {name} {what}. Give a .jsonl, .csv, .tsv or .parquet file.")
+    return path
+
+
 def separated_otherwise(names: Sequence[str]) -> str:
     """Return what to do about a table whose only column has several names in it; empty if it is not one."""
     sign = next((sign for sign in ";\t|" if len(names) == 1 and sign in names[0]), None)

@@ -17,6 +17,7 @@ from minilm_cache.errors import CorpusError, InvalidConfigError
 
 BETWEEN: Final = "\x1e"
 """Stands between the two texts of a pair, neither of which holds it."""
+_OPTION: Final = "--pair-columns"
 _MOST_SCORE: Final = 1e6
 """Scores are float32, and so are the sums of their squares; no model gives one of this size."""
 _SAME_SCORE: Final = 1e-3
@@ -80,7 +81,7 @@ class PairColumns(NamedTuple):
             CorpusError: the file is empty or broken, or lacks a column.
         """
         _refuse_text(file, self)
-        first = next(_rows(file, (self.first, *self.seconds)), None)
+        first = next(read_rows(file, (self.first, *self.seconds), _OPTION), None)
         return self.seen(None if first is None else first[1])
 
 
@@ -96,7 +97,7 @@ def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
     """
     _refuse_text(file, columns)
     known: Known = {}
-    for where, row in _rows(file, columns.every):
+    for where, row in read_rows(file, columns.every, _OPTION):
         yield from pairs_of(row, columns, f"{where} of {file}", known=known)
 
 
@@ -224,14 +225,6 @@ def joined_pair(texts: tuple[str, str], where: str) -> str:
             "of a pair here. Remove it."
         )
     return BETWEEN.join(texts)
-
-
-def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the records of a file; errors name the option of pairs, not that of single texts."""
-    try:
-        yield from read_rows(file, columns)
-    except CorpusError as error:
-        raise CorpusError(str(error).replace("--text-column", "--pair-columns")) from error
 
 
 def _refuse_text(file: Path, columns: PairColumns) -> None:

@@ -132,7 +132,9 @@ def _joined(file: Path, parts: Sequence[str], role_column: str | None) -> Iterat
         yield Record(plain_text(_whole(text, file, where), file), copy, COPIES_COLUMN in row, role)
 
 
-def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_rows(
+    file: Path, columns: Sequence[str], option: str = "--text-column"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record of a file is, in words, and its values of some columns, of any type.
 
     Column `COPIES_COLUMN` is read, too, where there is one. A record of .jsonl that lacks a column, which
@@ -142,14 +144,18 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping
     Args:
         file: a .jsonl, .csv, .tsv or .parquet file.
         columns: names of the columns.
+        option: what names the columns, for messages.
 
     Raises:
         CorpusError: the file is empty or broken, or lacks a column.
     """
     refuse_other_content(file)
     reader = {".jsonl": _json_rows, ".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_rows}
-    with _text_errors(file):
-        yield from reader[file.suffix](file, columns)
+    try:
+        with _text_errors(file):
+            yield from reader[file.suffix](file, columns)
+    except CorpusError as error:
+        raise CorpusError(str(error).replace("--text-column", option)) from error
 
 
 def columns_of(file: Path) -> list[str]:

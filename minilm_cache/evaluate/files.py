@@ -158,11 +158,8 @@ def own_rows(
     """
     if not file.is_file():
         raise CorpusError(f"{named}{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
-    try:
-        for where, row in read_rows(file, columns):
-            yield f"{file}, {where}", row
-    except CorpusError as error:
-        raise CorpusError(str(error).replace("--text-column", options)) from error
+    for where, row in read_rows(file, columns, options):
+        yield f"{file}, {where}", row
 
 
 def read_own_text(value: object, where: str) -> str:

@@ -20,6 +20,7 @@ from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Head, Reading, Tap
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.labelled import OwnLabels
 from minilm_cache.objectives.several import OtherTeachers
 from minilm_cache.objectives.spec import LayerMap
 from minilm_cache.relations.loss import Method
@@ -50,6 +51,8 @@ class ObjectiveRequest:
     cache: Cache
     others: OtherTeachers | None = None
     """Further teachers, of other caches. None means that there are none."""
+    labels: OwnLabels | None = None
+    """Labels of a task of one's own. None means that there are none."""
 
     @property
     def teacher(self) -> TeacherIdentity:

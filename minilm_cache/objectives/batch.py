@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.objectives.labelled import OwnLabels
 from minilm_cache.objectives.several import OtherTeachers
 from minilm_cache.relations.scores import Targets, Vectors, WantedRelations
 from minilm_cache.relations.signals import Signals
@@ -72,6 +73,18 @@ class WantedTargets:
     """True: students read the texts of pairs apart, each as a sequence of its own."""
     others: OtherTeachers | None = field(default=None, compare=False)
     """Teachers whose vectors are joined with the cache's. None means that there are none."""
+    labels: OwnLabels | None = field(default=None, compare=False)
+    """Labels that are mixed into the cache's answers. None means that there are none."""
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Fingerprints of the caches of other teachers."""
+        return () if self.others is None else self.others.fingerprints
+
+    @property
+    def beside(self) -> tuple[OtherTeachers | OwnLabels, ...]:
+        """What is joined with signals of the cache, by the number of a sequence."""
+        return tuple(each for each in (self.others, self.labels) if each is not None)
 
     @property
     def relations(self) -> WantedRelations:

@@ -16,6 +16,7 @@ from minilm_cache.objectives.config import (
     check_pooled,
     held_signals,
 )
+from minilm_cache.objectives.labelled import OwnLabels, own_labels
 from minilm_cache.objectives.several import OtherTeachers, other_teachers
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.signals.table import SIGNALS, signal_of
@@ -78,7 +79,8 @@ def choose_objective(
     for each in config.each:
         check_codec(each, manifest.identity.codec.name)
     others = other_teachers(cache, config.also, home=home, local_bytes=local_bytes)
-    objective = live_objective(config, cache, arch=arch, others=others)
+    labels = own_labels(cache, config, home=home)
+    objective = live_objective(config, cache, arch=arch, others=others, labels=labels)
     wanted = objective.wanted
     identity = manifest.identity
     check_layers(
@@ -91,16 +93,22 @@ def choose_objective(
 
 
 def live_objective(
-    config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str], others: OtherTeachers | None = None
+    config: ObjectiveConfig,
+    cache: Cache,
+    *,
+    arch: Sequence[str],
+    others: OtherTeachers | None = None,
+    labels: OwnLabels | None = None,
 ) -> Objective:
     """Return an objective whose targets a teacher computes anew; arguments as for `choose_objective`.
 
-    The cache gives the text, and need not hold the targets. `others` are further teachers, of other caches.
+    The cache gives the text, and need not hold the targets. `others` are further teachers, of other caches,
+    and `labels` those of one's own.
 
     Raises:
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
-    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others)
+    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others, labels=labels)
     return Objective(request=request, wanted=ObjectiveKind.named(config.spec.kind).wanted(request))
 
 

@@ -121,6 +121,12 @@ class ObjectiveFields(FrozenSettings):
     also: Annotated[tuple[str, ...], Field(max_length=16), Shown("also-{}", "with {}", ", ")] = ()
     """Caches of other teachers over the same texts, whose vectors students of `embedding` learn together with
     this cache's. Repeat it for several. None means none."""
+    own_labels: Annotated[str | None, Shown("labelled", "labels of {}")] = None
+    """Records of the cache's own text with their labels (.jsonl, .csv, .tsv, .parquet): students of
+    `tinybert-prediction` and `score` learn these together with the teacher's answers. A record may lack its
+    label. None means none."""
+    label_weight: Annotated[Annotated[float, Field(gt=0, le=1)], Shown("w{:g}", "label weight {}")] = 0.5
+    """Weight of `--own-labels`; the teacher's answers have the rest."""
     layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""
@@ -186,6 +192,9 @@ class ObjectiveConfig(ObjectiveFields):
     means none."""
     first_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps of `--first`, in batches of the same size. None means as many as of the objective."""
+    label_column: Annotated[str, Field(min_length=1, max_length=256)] = "label"
+    """Column of `--own-labels` with the labels: names or numbers of the teacher's classes, or values if it
+    gives one number."""
 
     @property
     def is_authors(self) -> bool:
@@ -242,6 +251,15 @@ class ObjectiveConfig(ObjectiveFields):
             _ = self.each
         except ValidationError as error:
             raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from error
+        return self
+
+    @model_validator(mode="after")
+    def _labels_have_their_options(self) -> "ObjectiveConfig":
+        fields, own = type(self).model_fields, ("label_weight", "label_column")
+        if self.own_labels is None and any(getattr(self, name) != fields[name].default for name in own):
+            raise ValueError("--label-weight and --label-column go with --own-labels, and only with it")
+        if self.own_labels is not None and self.temperature not in (None, 1):
+            raise ValueError("--temperature goes with the teacher's answers alone; leave out --own-labels")
         return self
 
     @model_validator(mode="after")

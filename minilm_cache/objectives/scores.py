@@ -186,7 +186,18 @@ class ScoresOfPairs(ObjectiveKind):
                 f"--objective {name} takes a teacher that gives one score, and this one answers with "
                 f"{classes} classes. Take --objective score or tinybert-prediction, as a cross-encoder."
             )
-        return WantedTargets(kinds=(), signals=(LOGITS,), queries=is_bi or is_grouped, apart=is_bi)
+        if request.labels is not None and classes is not None and classes > 1:
+            raise InvalidConfigError(
+                f"--own-labels: this teacher answers with {classes} classes. Take --objective "
+                "tinybert-prediction, which learns their distribution."
+            )
+        return WantedTargets(
+            kinds=(),
+            signals=(LOGITS,),
+            queries=is_bi or is_grouped,
+            apart=is_bi,
+            labels=request.labels,
+        )
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts

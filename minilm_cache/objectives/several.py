@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.storage_schema.states import POOLED, SignalName
 
 _BYTES = 2
 """Bytes of a number of the vectors that are kept in memory, float16."""
@@ -55,6 +56,8 @@ class _OtherTeacher:
 class OtherTeachers:
     """Caches of other teachers over the same texts as a first cache."""
 
+    signal: ClassVar[SignalName] = POOLED
+    """What is joined."""
     first: Cache
     teachers: tuple[_OtherTeacher, ...]
 
@@ -192,7 +195,8 @@ def other_teachers(
     """
     if not places:
         return None
-    documents, seen = _documents(cache, str(cache.reader.root)), {cache.manifest.fingerprint}
+    _refuse_no_vectors(cache, str(cache.reader.root))
+    documents, seen = documents_of(cache), {cache.manifest.fingerprint}
     teachers = []
     for place in places:
         other = open_cache(place, home=home, local_bytes=local_bytes)
@@ -213,13 +217,8 @@ def other_teachers(
     return found
 
 
-def _documents(cache: Cache, place: str) -> npt.NDArray[np.int64]:
-    """Return the number in the corpus of each sequence's text.
-
-    Raises:
-        InvalidConfigError: sequences are not texts, or have no vectors.
-    """
-    _refuse_no_vectors(cache, place)
+def documents_of(cache: Cache) -> npt.NDArray[np.int64]:
+    """Return the number in the corpus of each sequence's text, `(sequences,)`; each sequence is a text."""
     tables = [cache.reader.table(shard)["document"].to_numpy() for shard in range(len(cache.reader.ranges))]
     return np.concatenate(tables).astype(np.int64)
 
@@ -254,7 +253,8 @@ def _places(documents: npt.NDArray[np.int64], other: Cache, place: str) -> npt.N
     Raises:
         InvalidConfigError: it lacks some of them.
     """
-    theirs = _documents(other, place)
+    _refuse_no_vectors(other, place)
+    theirs = documents_of(other)
     order = np.argsort(theirs)
     found = np.searchsorted(theirs, documents, sorter=order).clip(max=len(theirs) - 1)
     places: npt.NDArray[np.int64] = order[found]

@@ -157,6 +157,9 @@ _LONG_TRAINING: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
 _OF_GROUPS: Final[Mapping[str, Any]] = {"batch_size": 64, "dropout": "none", "batches": "by-query"}
 """Recipe of objectives that compare the pairs of a query."""
 
+_OF_LABELS: Final = ("own_labels", "label_column", "label_weight")
+"""Options of objectives of answers that a task's own labels can be mixed into."""
+
 OBJECTIVES: Final[dict[str, ObjectiveSpec]] = {}
 """Every objective, by its name."""
 
@@ -247,7 +250,7 @@ for _spec in (
         kind=f"{_PACKAGE}.tinybert:Prediction",
         needs=Needs(logits=True),
         learns_from="the answers of a teacher",
-        options=frozenset({"temperature"}),
+        options=frozenset({"temperature", *_OF_LABELS}),
         has_forms=True,
     ),
     *(
@@ -260,7 +263,7 @@ for _spec in (
             recipe={} if _name == "score" else _OF_GROUPS,
         )
         for _name, _options in {
-            "score": (),
+            "score": _OF_LABELS,
             "margin-mse": (),
             "listwise": ("temperature", "teacher_temperature"),
             "ranknet": (),

@@ -152,7 +152,7 @@ class Prediction(ObjectiveKind):
             InvalidConfigError: there is a temperature, and the teacher answers with one number.
         """
         refuse_temperature_of_number(request)
-        return WantedTargets(kinds=(), signals=(LOGITS,))
+        return WantedTargets(kinds=(), signals=(LOGITS,), labels=request.labels)
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts

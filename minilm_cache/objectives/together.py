@@ -154,6 +154,7 @@ class TogetherKind(ObjectiveKind):
             queries=any(each.queries for each in wanted),
             apart=any(each.apart for each in wanted),
             others=next((each.others for each in wanted if each.others is not None), None),
+            labels=next((each.labels for each in wanted if each.labels is not None), None),
         )
 
     def build(self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts) -> Together:

@@ -130,7 +130,8 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
     if identity.spec.has_forms and identity.form is None:
         words += ["--form", "paper"]
     content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "init", "form"})
-    given = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
+    fields = TrainConfig.model_fields
+    given = {name: value for name, value in content.items() if name in fields}
     given |= {"streams": identity.num_streams, "accumulate": identity.num_parts}
     if identity.num_streams == 1:
         del given["streams"]
@@ -141,11 +142,12 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         "batches": identity.batches or "shuffled",
         "frozen": identity.frozen or "none",
         "also": tuple(_place(place, paths=paths) for place in record.also),
+        "own_labels": None if record.own_labels is None else _place(record.own_labels, paths=paths),
+        "label_column": record.label_column or fields["label_column"].default,
         "vocab": None if record.vocabulary is None else _place(record.vocabulary.asked, paths=paths),
     }
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)
-    fields = TrainConfig.model_fields
     for name, value in given.items():
         if value != identity.spec.recipe.get(name, fields[name].default):
             words += option_words(flag_of(name, fields[name]).split("/")[value is False], value)

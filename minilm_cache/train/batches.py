@@ -35,7 +35,7 @@ from minilm_cache.relations.transfer import pin, send
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
-from minilm_cache.storage_schema.states import INDEX_PATH, LABELS, POOLED, READ_PATH, WEIGHT_PATH
+from minilm_cache.storage_schema.states import INDEX_PATH, LABELS, READ_PATH, WEIGHT_PATH
 from minilm_cache.store.reader import Segment
 from minilm_cache.train.config import Batches
 from minilm_cache.train.sampler import Buffer, StepPlan
@@ -58,8 +58,8 @@ class _StoredBatch:
     """The masked sequences, decoded. None means not wanted."""
     entropy: Mapping[RelationKind, Tensor]
     """The teacher's mean row entropy of each sequence, nats."""
-    others: Tensor | None
-    """Vectors of further teachers, `(batch, width)`. None means that there are none."""
+    beside: tuple[Tensor, ...]
+    """What each of `WantedTargets.beside` has of the sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class BatchReader:
 
     def _gather(self, pieces: Sequence[_Piece]) -> _StoredBatch:
         """Copy sequences out of their segments into a batch that can be sent to the device."""
-        gathered, others = _gathered_rows(pieces, self._read_plan), self._wanted.others
+        gathered = _gathered_rows(pieces, self._read_plan)
         numbers = np.concatenate([numbers for _, numbers, _ in pieces])
         rows = {path: torch.from_numpy(values) for path, values in gathered.rows.items()}
         lengths = torch.from_numpy(gathered.lengths)
@@ -266,7 +266,7 @@ class BatchReader:
             entropy={
                 kind: pin(torch.from_numpy(values), self._device) for kind, values in gathered.entropy.items()
             },
-            others=None if others is None else pin(others.of(numbers), self._device),
+            beside=tuple(pin(each.of(numbers), self._device) for each in self._wanted.beside),
         )
 
     def _decode(
@@ -282,9 +282,9 @@ class BatchReader:
             unmasked = [name for name in self._wanted.signals if name != LABELS]
             masked = None if stored.masked is None else stored.masked.to(self._device)
             signals = replace(self._signals_codec.decode(rows, unmasked, lengths=lengths), masked=masked)
-        if self._wanted.others is not None and stored.others is not None:
-            joined = self._wanted.others.joined(signals[POOLED], send(stored.others, self._device))
-            signals = replace(signals, values={**signals.values, POOLED: joined})
+        for source, held in zip(self._wanted.beside, stored.beside, strict=True):
+            joined = source.joined(signals[source.signal], send(held, self._device))
+            signals = replace(signals, values={**signals.values, source.signal: joined})
         targets = tuple(
             {
                 kind: self._targets(kind, relation_rows, stored=stored, lengths=lengths)

@@ -47,7 +47,7 @@ class _Record(BaseModel):
 
 _DERIVED: Final = frozenset(
     {"teacher_layer", "steps", "dropout", "batches", "frozen", "form", "num_parts", "precision", "init"}
-    | {"vocab", "also"}
+    | {"vocab", "also", "own_labels"}
 )
 """Fields of an identity whose value is not that of the setting with the same name."""
 
@@ -122,6 +122,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
         init: str,
         vocab: str | None = None,
         also: tuple[str, ...] = (),
+        own_labels: str | None = None,
     ) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache.
 
@@ -135,6 +136,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             init: name of the initial weights.
             vocab: hash of the pieces that students have. None means all.
             also: fingerprints of the caches of other teachers.
+            own_labels: SHA-256 (hex) of labels of one's own. None means that there are none.
         """
         derived = {
             "fingerprint": manifest.fingerprint,
@@ -152,6 +154,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             "init": init,
             "vocab": vocab,
             "also": also,
+            "own_labels": own_labels,
         }
         return cls(**{**cls.settings_of(config), **derived})
 
@@ -259,6 +262,10 @@ class RunRecord(_Record):
     """Value of `--init-layers`. None means that it was not given."""
     also: Annotated[tuple[_Place, ...], Field(max_length=16)] = ()
     """Folders or URLs of `--also` when the run began."""
+    own_labels: _Place | None = None
+    """File of `--own-labels` when the run began. None means that it was not given."""
+    label_column: str | None = None
+    """Value of `--label-column`. None means that there are no labels."""
     continued_at: tuple[_Count, ...] = ()
     """Steps at which the run was over and then went on, because a larger `--steps` was asked for. The
     learning rate then went on as in a run of the larger number of steps."""

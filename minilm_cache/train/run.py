@@ -156,10 +156,7 @@ def _train(
         config, cache, arch=config.arch, home=session.home, local_bytes=config.local_bytes
     )
     shapes, steps = student_shapes(config, objective), num_steps(config, manifest)
-    if config.eval_steps is not None and not manifest.num_held_out:
-        raise InvalidConfigError(
-            "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
-        )
+    _refuse_no_held_out(config, cache)
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
     tokens = beginnings.tokens or student_vocabulary(config, cache)
@@ -173,7 +170,8 @@ def _train(
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
         vocab=None if tokens is None else tokens.name,
-        also=() if objective.wanted.others is None else objective.wanted.others.fingerprints,
+        also=objective.wanted.also,
+        own_labels=None if objective.wanted.labels is None else objective.wanted.labels.sha256,
     )
     path, identity, beginnings = recorded(
         config, out, identity=identity, beginnings=beginnings, home=session.home
@@ -200,6 +198,13 @@ def _train(
     ranks.check_common(path)
     with _locked(path, ranks):
         return run.train(plan, session)
+
+
+def _refuse_no_held_out(config: TrainConfig, cache: Cache) -> None:
+    if config.eval_steps is not None and not cache.manifest.num_held_out:
+        raise InvalidConfigError(
+            "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
+        )
 
 
 def _refuse_other_texts(
@@ -398,6 +403,8 @@ class _Run:
             init_teacher=self.config.init_teacher,
             init_layers=self.config.init_layers,
             also=tuple(map(place_of, self.config.also)),
+            own_labels=None if self.config.own_labels is None else place_of(self.config.own_labels),
+            label_column=None if self.config.own_labels is None else self.config.label_column,
             complete=False,
             vocabulary=self._vocabulary_of_run(),
             students=self._in_order(records),

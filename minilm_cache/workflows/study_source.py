@@ -80,7 +80,10 @@ class Source:
         return {**dump, **{key: str(path) for key, path in paths.items() if path.exists()}}
 
     def with_caches(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings of a training in which folders of `also` are absolute; URLs stay as they are."""
+        """Return settings of a training in which paths of caches and labels are absolute; URLs stay."""
+        labels = training.get("own_labels")
+        if isinstance(labels, str):
+            training = {**training, "own_labels": str(self.resolve(labels))}
         also = training.get("also")
         if not isinstance(also, list | tuple) or not all(isinstance(place, str) for place in also):
             return dict(training)  # the check of the settings says what is wrong

@@ -88,7 +88,7 @@ def run_task_stage(
     refuse_file(out)
     is_pair = len(examples[0].texts) > 1
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
-    corpus = _write_texts(config, examples, out)
+    corpus = _write_texts(config, examples, out, labels=task.labels if "label_weight" in train else None)
     if config.augment is not None:
         corpus = _write_copies(config, {**columns, **shared}, out=out, session=session)
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
@@ -96,7 +96,9 @@ def run_task_stage(
     packing = "pairs" if is_pair else "records"
     dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
     dump_cache(dumping, out=out / CACHE, session=session)
-    run = train_students(_training(config, train, num_classes), out / CACHE, out=out / RUN, session=session)
+    labelled = {"own_labels": str(corpus)} if "label_weight" in train else {}
+    training = _training(config, {**train, **labelled}, num_classes)
+    run = train_students(training, out / CACHE, out=out / RUN, session=session)
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
@@ -124,15 +126,23 @@ def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: in
     return validated(TrainConfig, settings)
 
 
-def _write_texts(config: TaskStageConfig, examples: Sequence[TextExample], out: Path) -> Path:
-    """Write the texts of examples, without their labels, once.
+def _write_texts(
+    config: TaskStageConfig, examples: Sequence[TextExample], out: Path, *, labels: Sequence[str] | None
+) -> Path:
+    """Write the texts of examples once, with their labels only if students learn these.
+
+    Args:
+        config: settings of the stage.
+        examples: the task's texts.
+        out: folder of the stage.
+        labels: names of the task's classes, empty for values on a scale. None means that labels stay out.
 
     Raises:
         IdentityMismatchError: the folder has the texts of another stage.
         StorageError: the folder cannot be written to.
     """
     stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"})
-    file, content = out / TEXTS, "".join(_lines(examples)).encode()
+    file, content = out / TEXTS, "".join(_lines(examples, labels)).encode()
     with storage_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)
         if (out / _STATED).exists():
@@ -145,10 +155,15 @@ def _write_texts(config: TaskStageConfig, examples: Sequence[TextExample], out: 
     return file
 
 
-def _lines(examples: Sequence[TextExample]) -> Iterator[str]:
+def _lines(examples: Sequence[TextExample], labels: Sequence[str] | None) -> Iterator[str]:
     for example in examples:
         names = ("text",) if len(example.texts) == 1 else ("first", "second")
-        yield json.dumps(dict(zip(names, example.texts, strict=True)), ensure_ascii=False) + "\n"
+        row: dict[str, object] = dict(zip(names, example.texts, strict=True))
+        if labels is not None:
+            row["label"] = (
+                labels[int(example.label)] if labels and example.label is not None else example.label
+            )
+        yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None:
@@ -214,6 +229,8 @@ def check_task_stage(
         raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
     if is_own_task(str(config.task)) and config.dev is None:
         raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
+    if config.augment is not None and "label_weight" in train:
+        raise InvalidConfigError("--label-weight: copies of texts have no labels. Leave out --augment.")
     if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
         raise InvalidConfigError("--copies goes with --augment, and only with it.")
 

@@ -68,6 +68,8 @@ READ = {
     "dump --teacher teacher --corpus semicolons.csv": "Its columns stand apart by ';': write it with commas",
     "evaluate teacher --task semicolons.csv": "Its columns stand apart by ';': write it with commas",
     "dump --teacher teacher --corpus semicolons.csv --pair-columns text,label": "stand apart by ';'",
+    "train cache --arch 2x32 --objective score --own-labels nosuch.csv": "nosuch.csv does not exist",
+    "train cache --arch 2x32 --objective score --own-labels table.csv --label-column b": "no column 'b'",
     "study key.yaml": "key.yaml, line 3, train.stepps: there is no such setting",
     "study shape.yaml": "shape.yaml, line 2, arch.0: --arch 3x3z",
     "study text.yaml --dry-run": "text.yaml, line 1, dump.corpus: corpus nosuch.txt does not exist",

@@ -8,6 +8,7 @@ import pytest
 
 from minilm_cache.cache import open_cache
 from minilm_cache.storage_schema.states import LOGITS
+from minilm_cache.train.record import load_record
 from tests.conftest import Command
 from tests.support import save_teacher
 from tests.tasks import evaluated, write_glue
@@ -103,6 +104,20 @@ def test_the_layers_of_the_teacher_are_learned_first(tmp_path: Path, command: Co
     assert len((tmp_path / "stage" / "texts.jsonl").read_text().splitlines()) == 40
 
 
+@pytest.mark.parametrize("task", ["sst2", "stsb"])
+def test_labels_of_the_task_are_learned_with_the_answers(tmp_path: Path, command: Command, task: str) -> None:
+    write_glue(tmp_path / "glue")
+    teacher = tuned(command, tmp_path, task)
+    words = ("--task", task, "--data", tmp_path / "glue", "--teacher", teacher)
+    found = stage(command, tmp_path, *words, "--label-weight", 0.3)
+    record = load_record(Path(found["run"]))
+    assert record.identity.label_weight == 0.3
+    assert record.own_labels == str(tmp_path / "stage" / "texts.jsonl")
+    assert stage(command, tmp_path, *words, "--label-weight", 0.3) == found
+    other = ("chain", *words, "--out", tmp_path / "stage", *SHORT)
+    command.fails(*other, code=1, says="was begun with other settings")
+
+
 def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:
     write_glue(tmp_path / "glue")
     plain = save_teacher(tmp_path / "plain")
@@ -127,6 +142,8 @@ def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Co
     command.fails(
         "chain", "--out", tmp_path / "stage", *SHORT, "--teacher", scorer, *task, code=2, says="is about"
     )
+    labelled = (*task, "--label-weight", 0.5, "--augment", plain)
+    command.fails(*base, *labelled, code=2, says="--label-weight: copies of texts have no labels")
     own = tmp_path / "own.csv"
     own.write_text("text,label\nba,1\nbe,0\n")
     command.fails(*base, "--task", own, code=2, says="give --dev")

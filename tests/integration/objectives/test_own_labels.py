@@ -1,0 +1,154 @@
+"""Labels of a task of one's own, which are learned together with a teacher's answers."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from minilm_cache.cache import open_cache
+from minilm_cache.objectives.labelled import OwnLabels
+from minilm_cache.objectives.several import documents_of
+from minilm_cache.report.provenance import train_command
+from minilm_cache.report.runs import TrainedRun
+from tests.conftest import Command
+from tests.support import WORDS, World, save_teacher
+
+SAME: dict[str, Any] = {
+    "arch": ("3x32:ff64",),
+    "objective": "tinybert-prediction",
+    "steps": 1,
+    "lr": 1e-9,
+    "warmup": 0.0,
+}
+"""A student that is the teacher, and stays it."""
+WEIGHT = 0.25
+ANSWERS = ("--objective", "tinybert-prediction")
+
+
+def write(file: Path, labels: Sequence[object], *, second: str = "") -> Path:
+    rows: list[dict[str, object]] = [
+        {"text": " ".join(WORDS[number // base % 7] for base in (1, 7, 49)) + second, "label": label}
+        for number, label in enumerate(labels)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def classifier(world: World, num_labels: int, **settings: Any) -> None:
+    save_teacher(world.root / "classifier", head="sequences", num_labels=num_labels, **settings)
+    corpus = {"corpus": str(world.root / "labels.jsonl"), "packing": "records"}
+    world.dump(teacher=str(world.root / "classifier"), codec="none", logits=True, **corpus)
+
+
+def answers(world: World) -> tuple[torch.Tensor, list[Any]]:
+    """Return transformers' logits of the held-out texts, and their labels."""
+    cache = open_cache(world.root / "cache")
+    rows = [json.loads(line) for line in (world.root / "labels.jsonl").read_text().splitlines()]
+    rows = [rows[number] for number in documents_of(cache)[cache.manifest.num_train :]]
+    folder = world.root / "classifier"
+    read = AutoTokenizer.from_pretrained(folder)(
+        [row["text"] for row in rows], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        logits = AutoModelForSequenceClassification.from_pretrained(folder).eval()(**read).logits
+    return logits, [row["label"] for row in rows]
+
+
+@pytest.mark.parametrize("names", [None, ["no", "yes", "maybe"]])
+def test_the_loss_is_that_of_answers_and_labels(world: World, names: list[str] | None) -> None:
+    """By number or by name; a record without a label has the answer alone."""
+    labels = [
+        None if number % 3 == 0 else names[number % 3] if names else number % 3 for number in range(343)
+    ]
+    write(world.root / "labels.jsonl", labels)
+    classifier(world, 3, **({"id2label": dict(enumerate(names))} if names else {}))
+    run = world.train("run", **SAME, own_labels=str(world.root / "labels.jsonl"), label_weight=WEIGHT)
+    logits, known = answers(world)
+    losses = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    numbers = [each if each is None or names is None else names.index(each) for each in known]
+    for row, number in enumerate(numbers):
+        if number is not None:
+            own = F.cross_entropy(logits[row], torch.tensor(number))
+            losses[row] = (1 - WEIGHT) * losses[row] + WEIGHT * own
+    (student,) = run.record.students
+    assert {None} < {*numbers}
+    assert student.held_out_before is not None
+    assert student.held_out_before["prediction"] == pytest.approx(float(losses.mean()), abs=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["score", "tinybert-prediction"])
+def test_of_a_teacher_that_gives_one_number_the_target_is_mixed(world: World, objective: str) -> None:
+    write(world.root / "labels.jsonl", [number / 49 for number in range(343)])
+    classifier(world, 1)
+    settings = {**SAME, "objective": objective}
+    run = world.train("run", **settings, own_labels=str(world.root / "labels.jsonl"))
+    logits, known = answers(world)
+    expected = (0.5 * (logits[:, 0] - torch.tensor(known))).square().mean()
+    (before,) = (run.record.students[0].held_out_before or {}).values()
+    assert before == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_students_learn_labels_that_the_teacher_does_not_know(world: World, command: Command) -> None:
+    labels = [number % 7 % 2 for number in range(49)]
+    file = write(world.root / "labels.jsonl", labels)
+    classifier(world, 2)
+    settings: dict[str, Any] = {
+        "objective": "tinybert-prediction",
+        "steps": 150,
+        "batch_size": 16,
+        "lr": 5e-3,
+    }
+    run = world.train("run", arch=("2x32",), **settings, own_labels=str(file), label_weight=1)
+    folder = run.student_path("2x32")
+    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    read = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = AutoModelForSequenceClassification.from_pretrained(folder).eval()(**read).logits.argmax(-1)
+    assert (found == torch.tensor(labels)).float().mean() > 0.9
+
+    words = shlex.split(train_command(TrainedRun.open(run.path)))
+    again = ("--out", run.path, "--batch-size", 16, "--device", "cpu")
+    code, _, err = command(*words[1:], *again)
+    assert code == 0, err
+    assert "own_labels" not in err
+    write(file, [1 - label for label in labels])  # the same texts with other labels are another run
+    command.fails(*words[1:], *again, code=1, says="holds another run, which differs in own_labels")
+
+
+def test_a_label_is_none_where_it_is_nan() -> None:
+    labels = OwnLabels(values=torch.tensor([torch.nan, 1.0]).numpy(), weight=1.0)
+    own = torch.randn(2, 3)
+    mixed = labels.joined(own, labels.of(torch.tensor([0, 1]).numpy()))
+    torch.testing.assert_close(mixed[0], own[0])
+    torch.testing.assert_close(mixed[1].softmax(-1), torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_labels_of_other_texts_are_refused(world: World, command: Command) -> None:
+    write(world.root / "labels.jsonl", [number % 2 for number in range(40)])
+    classifier(world, 2)
+    other = world.root / "other.jsonl"
+    words = ("train", world.root / "cache", "--arch", "2x32", "--steps", 2, "--device", "cpu")
+    answers = (*words, *ANSWERS, "--own-labels", other)
+    command.fails(*answers, code=1, says=f"{other} does not exist")
+    command.fails(*words, *ANSWERS, "--own-labels", world.root, code=1, says="is no file of records")
+    command.fails(*words, *ANSWERS, "--own-labels", world.corpus, code=1, says="is no file of records")
+    write(other, [0] * 40, second=" ba")
+    command.fails(*answers, code=2, says=f"--own-labels {other} has other texts")
+    write(other, [0] * 39 + ["often"])
+    command.fails(*answers, code=2, says=("label 'often' is none of the teacher's classes", "--label-column"))
+    command.fails(*answers, "--label-column", "grade", code=1, says=("no column 'grade'", "--label-column"))
+    command.fails(*answers, "--label-weight", 0, code=2, says="greater than 0")
+    command.fails(*answers, "--temperature", 2, code=2, says="leave out --own-labels")
+    command.fails(*words, "--own-labels", other, code=2, says="goes with --objective")
+    command.fails(*words, *ANSWERS, "--label-weight", 0.3, code=2, says="go with --own-labels")
+    command.fails(
+        *words, "--objective", "score", "--own-labels", world.root / "labels.jsonl", code=2, says="2 classes"
+    )
+    write(other, [0] * 40).write_text(other.read_text() + '{"text": " ", "label": 1}\n')
+    command.fails(*answers, code=2, says="has 41 records")
