@@ -5,7 +5,8 @@
 `mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
 whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
 students that are fine-tuned alone on the same examples, from a slice of `mini`. One seed. Of QNLI the dev set
-is split in two: the teacher and students learn from the first half, and are scored on the second one.
+is split in two: the teacher and students learn from the first half, and are scored on the second one. Where
+all texts have labels, a third kind of students learns these with the answers, half and half.
 """
 
 import argparse
@@ -24,6 +25,9 @@ from minilm_cache.workflows.task_stage import run_task_stage
 
 LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668, "rte": 2490, "cola": 8551, "qnli": 2731}
 """Training examples that the teacher is fine-tuned on."""
+ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli")
+"""Tasks all of whose texts have labels here."""
+LABEL_WEIGHT: Final = 0.5
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
 ARCHS: Final = ("3x384", "3x192")
 _SLICED: Final = "1,4,5"
@@ -53,22 +57,26 @@ def main() -> None:
         config = validated(EvaluateConfig, tuning)
         tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
         train = {**RECIPES[task], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
-        stage = run_task_stage(
-            validated(TaskStageConfig, {"task": task, "data": data}),
-            dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
-            train=train,
-            out=home / task,
-            session=session,
-        )
+        stages = {"task stage": train}
+        if task in ALL_LABELLED:
+            stages["task stage with labels"] = {**train, "label_weight": LABEL_WEIGHT}
+        scores, names = {}, [f"{arch}, fine-tuned alone" for arch in ARCHS]
+        for way, settings in stages.items():
+            stage = run_task_stage(
+                validated(TaskStageConfig, {"task": task, "data": data}),
+                dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
+                train=settings,
+                out=home / f"{task}{way.removeprefix('task stage').replace(' ', '-')}",
+                session=session,
+            )
+            of_stage = ["teacher, as it is", *(f"{arch}, {way}" for arch in ARCHS)]
+            scores |= dict(zip(of_stage, _scores(stage.evaluation), strict=True))
         rows = read_result("task_stage").get("tasks", {})
-        names = [f"{arch}, fine-tuned alone" for arch in ARCHS]
-        of_stage = [f"{arch}, task stage" for arch in ARCHS]
         rows[task] = {
             "labelled": LABELLED[task],
             "texts": stage.num_texts,
             "steps": RECIPES[task]["steps"],
-            "scores": dict(zip(["teacher", *names], _scores(tuned), strict=True))
-            | dict(zip(["teacher, as it is", *of_stage], _scores(stage.evaluation), strict=True)),
+            "scores": dict(zip(["teacher", *names], _scores(tuned), strict=True)) | scores,
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
 

@@ -325,9 +325,13 @@ def task_stages() -> str:
         metric = next(iter(found["scores"]["teacher"]))
         labelled = f"{min(found['labelled'], found['texts']):,} of {found['texts']:,}"
         rows.append(
-            [f"{task}, {metric}", labelled, *(f"{found['scores'][name][metric]:.1f}" for name in names)]
+            [f"{task}, {metric}", labelled, *(_score(found["scores"].get(name), metric) for name in names)]
         )
     return table_of(["task", "labelled examples", "teacher", *(f"`{name}`" for name in names[1:])], rows)
 
 
-_WAYS: Final = ("fine-tuned alone", "task stage")
+_WAYS: Final = ("fine-tuned alone", "task stage", "task stage with labels")
+
+
+def _score(scores: Mapping[str, float] | None, metric: str) -> str:
+    return "-" if scores is None else f"{scores[metric]:.1f}"
