@@ -60,7 +60,8 @@ def main() -> None:
         stages = {"task stage": train}
         if task in ALL_LABELLED:
             stages["task stage with labels"] = {**train, "label_weight": LABEL_WEIGHT}
-        scores, names = {}, [f"{arch}, fine-tuned alone" for arch in ARCHS]
+        names = [f"{arch}, fine-tuned alone" for arch in ARCHS]
+        scores: dict[str, dict[str, float]] = {}
         for way, settings in stages.items():
             stage = run_task_stage(
                 validated(TaskStageConfig, {"task": task, "data": data}),
