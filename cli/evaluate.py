@@ -108,13 +108,16 @@ def _print(evaluation: "Evaluation") -> None:
 
 
 def print_scores(evaluation: "Evaluation") -> None:
-    """Print the scores of an evaluation as a table."""
+    """Print the scores of an evaluation as a table, with names of models without digests."""
+    from minilm_cache.report.runs import short_models  # noqa: PLC0415 - importing it takes seconds
+
+    names = short_models(summary.model for summary in evaluation.summaries)
     tried = max(summary.settings for summary in evaluation.summaries)
     chosen = "" if tried == 1 else f"; best of {tried} settings on dev, so that scores on dev are optimistic"
     print_table(
         f"Scores between 0 and 100, mean over seeds +- standard deviation{chosen}",
         ["model", "task", "set", "score", "seeds", "lr", "epochs", "diverged"],
-        [row for summary in evaluation.summaries for row in _rows(summary)],
+        [[names[summary.model], *row] for summary in evaluation.summaries for row in _rows(summary)],
     )
 
 
@@ -136,10 +139,10 @@ def _folders(evaluation: "Evaluation") -> dict[str, object]:
 def _rows(summary: "Summary") -> list[list[str]]:
     task = f"{summary.task} {summary.track}".strip()
     if not summary.scores:
-        return [[summary.model, task, "-", "diverged", *("-",) * 3, str(summary.diverged)]]
+        return [[task, "-", "diverged", *("-",) * 3, str(summary.diverged)]]
     return [
         [
-            *(summary.model, task, name),
+            *(task, name),
             ", ".join(f"{metric} {_text(score)}" for metric, score in scores.items()),
             *(str(summary.seeds), f"{summary.lr:g}", str(summary.epochs), str(summary.diverged)),
         ]

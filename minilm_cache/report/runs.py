@@ -322,6 +322,13 @@ def with_short_names(runs: Sequence[TrainedRun]) -> list[TrainedRun]:
     return [replace(run, name=names[run.name], label=labels[run.label]) for run in runs]
 
 
+def short_models(models: Iterable[str]) -> dict[str, str]:
+    """Return short names of models by their names in evaluations, as `with_short_names` has them of runs."""
+    parts = {model: model.rpartition("/") for model in models}
+    runs = _short([run for run, _, _ in parts.values()], _OF_ASSISTANT, _OF_PASS)
+    return {model: f"{runs[run]}{slash}{arch}" for model, (run, slash, arch) in parts.items()}
+
+
 def cautions(runs: Sequence[TrainedRun]) -> list[str]:
     """Return what readers of a comparison must know: little or cut text, and students that ended worse."""
     lines = []

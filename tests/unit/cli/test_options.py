@@ -22,7 +22,7 @@ STAGES: dict[str, dict[type[FrozenSettings], set[str]]] = {
     "chain": {
         DumpConfig: {"rank", "world_size", "serve", "batch_size", *StateSettings.model_fields}
         - {"pooling", "min_cosine"},
-        TrainConfig: set(),
+        TrainConfig: {"own_labels"},
     },
     "plan": {DumpConfig: set(PLANNED), PlanConfig: set(), CostConfig: set()},
     "evaluate": {EvaluateConfig: set()},
