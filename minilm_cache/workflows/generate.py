@@ -13,6 +13,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import refuse_existing, write_file
+from minilm_cache.wording import counted
 from minilm_cache.workflows.config import GenerateConfig
 
 
@@ -68,6 +69,12 @@ def generate(
     with enough_memory(device, "Take a lower --batch-size"):
         generated = generator.generate(
             sources, decoding=decoding, batch_size=config.batch_size, advance=advance
+        )
+    empty = sum(not text.strip() for text in generated)
+    if empty:
+        session.progress.note(
+            f"{empty:,} of {counted(len(sources), 'text')} came out empty: the model ended at once. "
+            "Fine-tune it for longer, or give --min-new-tokens"
         )
     pairs = [Generated(source, text) for source, text in zip(sources, generated, strict=True)]
     if out is not None:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.generation import generation_scores, has_wordnet
 from minilm_cache.evaluate.generation_data import read_generation_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask
+from minilm_cache.models.decoding import Decoding
 from minilm_cache.session import Silent
 from tests.conftest import Command
 from tests.support import WORDS, save_teacher, write_hub
@@ -366,3 +368,16 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         assert named in last, (arguments, last)
         assert "Traceback" not in err
         assert "% (" not in err, arguments  # nothing was trained before
+
+
+def test_texts_that_come_out_empty_are_counted(
+    teacher: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = Decoding(max_source=24, max_new_tokens=6)
+    ended = SimpleNamespace(pairs=False, decoding=decoding, generate=lambda *_, **__: ["", "be"])
+    monkeypatch.setattr(TextGenerator, "load", lambda *_: ended)
+    code, out, err = command("generate", teacher, "ba", "bi")
+    assert code == 0, err
+    assert out == "\nbe\n"
+    assert "1 of 2 texts came out empty: the model ended at once" in err
+    assert "--min-new-tokens" in err
