@@ -123,6 +123,8 @@ class Pass:
         """Name of the run's folder."""
         content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
         content["also"] = list(self.also)  # wherever the document lies
+        if self.config.own_labels is not None:
+            content["own_labels"] = Path(self.config.own_labels).name
         identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
         return f"{self.label}-{identity}"
 

@@ -152,3 +152,29 @@ def test_labels_of_other_texts_are_refused(world: World, command: Command) -> No
     )
     write(other, [0] * 40).write_text(other.read_text() + '{"text": " ", "label": 1}\n')
     command.fails(*answers, code=2, says="has 41 records")
+
+
+def test_a_study_finds_labels_beside_its_document(world: World, command: Command) -> None:
+    write(world.root / "labels.jsonl", [number % 2 for number in range(49)])
+    save_teacher(world.root / "classifier", head="sequences", num_labels=2)
+    (world.root / "study.yaml").write_text("""
+dump: {teacher: classifier, corpus: labels.jsonl, packing: records, codec: none, logits: true, max_length: 32,
+       device: cpu}
+arch: [2x32]
+objective:
+  - tinybert-prediction
+  - {objective: tinybert-prediction, own_labels: labels.jsonl}
+train: {steps: 2, batch_size: 4, device: cpu}
+""")
+    code, out, err = command("study", world.root / "study.yaml", "--json")
+    assert code == 0, err
+    alone, labelled = sorted((row["objective"] for row in json.loads(out)["students"]), key=len)
+    assert "labels" not in alone
+    assert labelled.startswith(f"{alone} (labels of ")
+    moved = world.root / "elsewhere"
+    moved.mkdir()
+    for each in ("labels.jsonl", "classifier", "study.yaml", "study"):
+        (world.root / each).rename(moved / each)
+    code, again, err = command("study", moved / "study.yaml", "--dry-run", "--json")
+    assert code == 0, err
+    assert {each["state"] for each in json.loads(again)["passes"]} == {"complete"}
