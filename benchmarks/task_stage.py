@@ -84,11 +84,11 @@ def main() -> None:
 
 def _halves(glue: Path, home: Path) -> Path:
     """Return a folder in which QNLI's training set is the first half of its dev set, and that the second."""
-    head, *rows = (glue / "QNLI/dev.tsv").read_text().splitlines(keepends=True)
+    head, *rows = (glue / "QNLI/dev.tsv").read_text().rstrip("\n").split("\n")
     folder = home / "halves" / "QNLI"
     folder.mkdir(parents=True, exist_ok=True)
     for name, half in (("train", rows[: LABELLED["qnli"]]), ("dev", rows[LABELLED["qnli"] :])):
-        (folder / f"{name}.tsv").write_text("".join([head, *half]))
+        (folder / f"{name}.tsv").write_text("\n".join([head, *half]) + "\n")
     return folder.parent
 
 

@@ -209,6 +209,7 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
         if heads is None:
             continue
         for config in (planned.config for planned in study.passes if planned.cache == name):
+            _refuse_no_labels_of(study, config)
             if config.init_teacher is not None:  # shapes of a donor have its heads
                 continue
             split = split_into(config.objective, config.relation_heads, heads)
@@ -217,6 +218,13 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
                     parse_arch(arch, heads, split_into=split, compares_heads=config.spec.compares_heads)
                 except InvalidConfigError as error:
                     study.refuse_arch(arch, str(error))
+
+
+def _refuse_no_labels_of(study: "Study", config: TrainConfig) -> None:
+    try:
+        refuse_no_labels(config)
+    except CorpusError as error:
+        study.source.fail(("objective",), str(error))
 
 
 def _heads_of(cache: DumpConfig | str) -> int | None:

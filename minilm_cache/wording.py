@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-_LONGEST: Final = 16
+_LONGEST: Final = 200
 """Most characters of a value in a message."""
+_HASH: Final = re.compile("([0-9a-f]{13})[0-9a-f]{11,}")
+"""A hash, and its beginning."""
 
 
 def number_text(value: int | float | None, digits: int = 4) -> str:
@@ -106,8 +108,9 @@ def differing_values(
 
 
 def _shown(value: object) -> str:
-    """Return a value for a message: a group of values as `some`, a long text by its beginning."""
+    """Return a value for a message: a group of values as `some`, hashes by their beginnings."""
     if isinstance(value, dict):
         return "some"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = _HASH.sub(r"\1...", text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 from torch import nn
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError
@@ -58,15 +58,14 @@ class TextKind(Kind[TextTask, TextExample]):
     def load_as_is(self, model: Evaluated) -> nn.Module:
         """Return a classifier with its own head, with classes in the order of the task's; see `Kind`."""
         config = read_config(model.folder)
-        named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
-        names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
+        names = class_names(config)
         head = load_pooled_head(model.folder)
         if head is None and not is_classifier(config):
             raise InvalidConfigError(
                 f"--as-is: {model.name} is no classifier "
                 f"({', '.join(config.architectures or ('unknown',))}). Leave it out to fine-tune the model."
             )
-        order = _class_order(names, self.task.labels)
+        order = class_order(names, self.task.labels)
         if order is None:
             wanted = ", ".join(self.task.labels) or "one value"
             raise InvalidConfigError(
@@ -166,7 +165,13 @@ def text_features(
     ]
 
 
-def _class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+def class_names(config: PreTrainedConfig) -> list[str]:
+    """Return the names of a classifier's classes, in the order of its answers."""
+    named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
+    return [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
+
+
+def class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
     """Return the number of a model's class for each label of a task. None means that they do not agree.
 
     Classes without names of their own, as transformers names them, are in the order of the task's.

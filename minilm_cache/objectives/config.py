@@ -121,12 +121,15 @@ class ObjectiveFields(FrozenSettings):
     also: Annotated[tuple[str, ...], Field(max_length=16), Shown("also-{}", "with {}", ", ")] = ()
     """Caches of other teachers over the same texts, whose vectors students of `embedding` learn together with
     this cache's. Repeat it for several. None means none."""
-    own_labels: Annotated[str | None, Shown("labelled", "labels of {}")] = None
+    own_labels: Annotated[str | None, Shown("labelled", "labels {}")] = None
     """Records of the cache's own text with their labels (.jsonl, .csv, .tsv, .parquet): students of
     `tinybert-prediction` and `score` learn these together with the teacher's answers. A record may lack its
     label. None means none."""
-    label_weight: Annotated[Annotated[float, Field(gt=0, le=1)], Shown("w{:g}", "label weight {}")] = 0.5
-    """Weight of `--own-labels`; the teacher's answers have the rest."""
+    label_weight: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Shown("w{:g}", "label weight {}")] = (
+        None
+    )
+    """Weight of a task's own labels, above 0 and at most 1; the teacher's answers have the rest. None means
+    0.5 with `--own-labels`."""
     layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""
@@ -149,6 +152,8 @@ class ObjectiveFields(FrozenSettings):
                 several = value
                 if isinstance(value, tuple):  # of a cache, the end of its place or the beginning of its hash
                     several = shown.joint.join(Path(str(each)).name[:24] for each in value)
+                elif name == "own_labels":
+                    several = Path(value).name[:24]
                 words.append(shown.words.format(several))
         return self.objective + (f" ({', '.join(words)})" if words else "")
 
@@ -257,9 +262,14 @@ class ObjectiveConfig(ObjectiveFields):
     def _labels_have_their_options(self) -> "ObjectiveConfig":
         fields, own = type(self).model_fields, ("label_weight", "label_column")
         if self.own_labels is None and any(getattr(self, name) != fields[name].default for name in own):
-            raise ValueError("--label-weight and --label-column go with --own-labels, and only with it")
+            raise ValueError(
+                "--label-weight and --label-column go with --own-labels (in chain, --label-weight goes with "
+                "--task), and only with it"
+            )
         if self.own_labels is not None and self.temperature not in (None, 1):
-            raise ValueError("--temperature goes with the teacher's answers alone; leave out --own-labels")
+            raise ValueError(
+                "--temperature goes with a teacher's answers alone, not with labels; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

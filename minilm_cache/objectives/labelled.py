@@ -92,27 +92,36 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
     if config.own_labels is None:
         return None
     file = file_of_records(config.own_labels, "--own-labels")
-    words, identity = cache.manifest.labels, cache.manifest.identity
+    manifest = cache.manifest
     _refuse_other_texts(file, cache, home)
-    names = _numbers_of_classes(cache)
+    classes = _numbers_of_classes(cache)
     rows = read_rows(file, (config.label_column,), LABEL_COLUMN)
-    labels = [_number(row[config.label_column], names, f"{file}, {where}") for where, row in rows]
-    if len(labels) != identity.corpus.num_documents:
+    labels = [_number(row[config.label_column], classes, f"{file}, {where}") for where, row in rows]
+    num_texts = manifest.identity.corpus.num_documents
+    if len(labels) != num_texts:
         raise InvalidConfigError(
-            f"--own-labels {file} has {len(labels):,} records, and {words.corpus} has "
-            f"{identity.corpus.num_documents:,} texts, as where a record holds several texts or none. Give "
-            "each text a record."
+            f"--own-labels {file} has {len(labels):,} records, and {manifest.labels.corpus} has "
+            f"{num_texts:,} texts, as where a record has none. Give each text a record."
         )
-    return OwnLabels(values=np.array(labels, np.float32)[documents_of(cache)], weight=config.label_weight)
+    if np.isnan(labels).all():
+        raise InvalidConfigError(
+            f"--own-labels {file}: no record has a label in column {config.label_column!r}. Name another "
+            f"({LABEL_COLUMN}), or leave it out."
+        )
+    weight = 0.5 if config.label_weight is None else config.label_weight
+    return OwnLabels(values=np.array(labels, np.float32)[documents_of(cache)], weight=weight)
 
 
 def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
-    manifest = cache.manifest
-    if manifest.identity.packing.mode == "packed":
-        raise InvalidConfigError(
-            "--own-labels needs a cache in which each text is a sequence. Dump it with --packing records."
-        )
-    labels = manifest.labels
+    manifest, labels = cache.manifest, cache.manifest.labels
+    several = {
+        "each query has several documents": manifest.identity.corpus.groups,
+        "each record has several texts": "," in (labels.text_column or ""),
+        "texts have prompts by their role": labels.role_column is not None,
+    }
+    for what, is_so in several.items():
+        if is_so:
+            raise InvalidConfigError(f"--own-labels: in this cache {what}, which labels are not read for.")
     corpus = load_corpus(str(file), labels.text_column, pair_columns=labels.pair_columns, home=home)
     if corpus.identity.sha256 != manifest.texts_sha256:
         raise InvalidConfigError(
@@ -130,31 +139,34 @@ def _numbers_of_classes(cache: Cache) -> Mapping[str, int]:
         return {}
     named = class_names(cache.reader.attachment(TEACHER_CONFIG), cache.manifest)
     numbers = {} if any(map(str.isdecimal, named.values())) else {str(each): each for each in range(count)}
-    return {name: number for number, name in named.items()} | numbers
+    return {name.strip(): number for number, name in named.items()} | numbers
 
 
 def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noqa: ANN401 - any value of a file
     """Return the class or the value of a label, NaN where there is none."""
-    word = str(int(label) if isinstance(label, float) and label.is_integer() and classes else label).strip()
-    if label is None or word in ("", "nan"):
-        return float("nan")
-    if classes:
-        if word not in classes:
-            raise InvalidConfigError(
-                f"{where}: label {word[:40]!r} is none of the teacher's classes: {_listed(list(classes))}. "
-                f"Correct it, leave it empty, or name another column ({LABEL_COLUMN})."
-            )
+    word = "" if label is None else str(label).strip()
+    if word in classes:
         return classes[word]
+    if word in ("", "nan"):
+        return float("nan")
     try:
-        value = float("nan") if isinstance(label, bool) else float(word)
+        value = float(label)
     except ValueError:
         value = float("nan")
-    if not abs(value) < _MOST_SCORE:
+    if not classes and abs(value) < _MOST_SCORE and not isinstance(label, bool):
+        return value
+    if not classes:
         raise InvalidConfigError(
             f"{where}: label {word[:40]!r} is no number, and the teacher gives one number. Correct it, leave "
             f"it empty, or name another column ({LABEL_COLUMN})."
         )
-    return value
+    number = str(int(value)) if value.is_integer() else word  # 1.0 and True are class 1
+    if number not in classes:
+        raise InvalidConfigError(
+            f"{where}: label {word[:40]!r} is none of the teacher's classes: {_listed(list(classes))}. "
+            f"Correct it, leave it empty, or name another column ({LABEL_COLUMN})."
+        )
+    return classes[number]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.spec import OBJECTIVES, parts_of
 from minilm_cache.relations.loss import Method
+from minilm_cache.storage_schema.states import LOGITS
 
 _Value = TypeVar("_Value")
 
@@ -144,6 +145,13 @@ class TogetherKind(ObjectiveKind):
             raise InvalidConfigError(
                 f"--objective {request.config.objective}: they {what}, so they cannot be learned at once. "
                 "Take one after the other: --first."
+            )
+        if any(each.labels for each in wanted) and any(
+            LOGITS in each.signals and each.labels is None for each in wanted
+        ):
+            raise InvalidConfigError(
+                f"--objective {request.config.objective}: not all of them learn labels with the answers. "
+                "Take one after the other (--first), or leave out --own-labels."
             )
         return WantedTargets(
             kinds=tuple(dict.fromkeys(kind for each in wanted for kind in each.kinds)),

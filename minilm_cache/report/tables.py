@@ -23,7 +23,7 @@ from minilm_cache.models.pooling import num_map_weights
 from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import Objective
-from minilm_cache.report.compare import held_out_cosine, is_teacher_of, live_held_out_kl
+from minilm_cache.report.compare import check_is_teacher_of, held_out_cosine, is_teacher_of, live_held_out_kl
 from minilm_cache.report.runs import TrainedRun, open_runs, with_short_names
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
@@ -225,11 +225,14 @@ def results(*folders: str | Path, teacher: str | None = None) -> "pd.DataFrame":
             study. None means the KLs that runs recorded, to what their caches hold.
 
     Raises:
+        IdentityMismatchError: the teacher is that of none of the runs.
         MiniLMCacheError: a folder holds no complete run, a cache or a student is damaged, or the teacher
             does not exist.
     """
     runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
     live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
+    if live is not None and not any(is_teacher_of(live, run.reference) for run in runs):
+        check_is_teacher_of(live, runs[0].reference)
     frame: pd.DataFrame = students_table(runs, live).to_pandas().dropna(axis="columns", how="all")
     return frame
 

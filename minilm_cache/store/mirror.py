@@ -7,16 +7,18 @@ removed meanwhile can be read to its end, and one that is not there is fetched.
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 from filelock import FileLock
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.session import ALONE
+from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import READ_REMEDY, digest_bytes, file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
@@ -106,14 +108,26 @@ class MirrorReader(CacheReader):
                     or file.split("/c/")[0] in {"tokens", *paths}
                     or file == sequences_path(shard)
                 }
-                if self._process != os.getpid():  # threads are not in a forked process
-                    self._requests, self._process = ThreadPoolExecutor(_REQUESTS), os.getpid()
-                self._fetcher.fetch_all(wanted, self._requests)
-                for file in wanted:  # all of them have just been compared
-                    self._known_files[file] = file_state(below(self.root, file).stat())
+                self._fetch(wanted)
                 segment = super().segment(number, paths)
         self._make_room(sum(digest.size for digest in wanted.values()))
         return segment
+
+    def table(self, number: int) -> pa.Table:
+        """Read the sequence table of a shard, which is fetched first if it is not on this machine yet."""
+        path = sequences_path(number)
+        self._note_use(number)
+        with self._in_use(number):
+            self._fetch({path: self._require(number).files[path]})
+            return super().table(number)
+
+    def _fetch(self, wanted: Mapping[str, FileDigest]) -> None:
+        """Fetch those files of a shard that is in use which are not on this machine yet."""
+        if self._process != os.getpid():  # threads are not in a forked process
+            self._requests, self._process = ThreadPoolExecutor(_REQUESTS), os.getpid()
+        self._fetcher.fetch_all(wanted, self._requests)
+        for file in wanted:  # all of them have just been compared
+            self._known_files[file] = file_state(below(self.root, file).stat())
 
     def _note_use(self, number: int) -> None:
         """Note that a shard is used now."""

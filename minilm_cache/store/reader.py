@@ -197,7 +197,7 @@ class CacheReader:
         shard, sequences = self.segments.shard_of(number), self.segments.sequences(number)
         first = int(self.ranges.first_sequences[shard])
         places = range(sequences.start - first, sequences.stop - first)
-        table = self.table(shard)[places.start : places.stop]
+        table = self._table(shard)[places.start : places.stop]
         lengths = table["length"].to_numpy().astype(np.int64)
         start = table["offset"][0].as_py() - shard * self.manifest.shard_tokens
         tokens = range(start, start + int(lengths.sum()))
@@ -276,6 +276,9 @@ class CacheReader:
 
     def table(self, number: int) -> pa.Table:
         """Read the sequence table of a shard, and check that it describes the shard that was committed."""
+        return self._table(number)
+
+    def _table(self, number: int) -> pa.Table:
         path = sequences_path(number)
         content = read_checked(self.root, path, self._require(number).files[path])
         columns = sequence_columns(self.manifest.identity.relations)

@@ -36,8 +36,9 @@ from minilm_cache.models.student import (
 )
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import validated
+from minilm_cache.settings import FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
 from minilm_cache.train.initial import initial_weights
@@ -462,11 +463,21 @@ def _read(out: Path, space: _Space) -> SearchRecord | None:
         raise IdentityMismatchError(
             f"{file} is damaged: it is not a record of a search. Choose another --out."
         ) from error
-    if (record.settings, record.fingerprint) != (space.settings, space.cache.manifest.fingerprint):
+    is_same = _given(record.settings) == _given(space.settings)
+    if not is_same or record.fingerprint != space.cache.manifest.fingerprint:
         raise IdentityMismatchError(
             f"{out} holds a search with other settings or another cache. Choose another --out."
         )
     return record
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings of a search without defaults, which later releases may add to."""
+    models: Mapping[str, type[FrozenSettings]] = {"search": SearchConfig, "train": TrainConfig}
+    return {
+        name: without_defaults(settings.get(name, {}), defaults_of_later(model, ()))
+        for name, model in models.items()
+    }
 
 
 def _write(out: Path, record: SearchRecord) -> None:

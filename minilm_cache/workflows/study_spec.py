@@ -117,14 +117,15 @@ class Pass:
     config: TrainConfig
     also: tuple[str, ...] = ()
     """Further caches, as the document names them."""
+    own_labels: str | None = None
+    """File of labels, as the document names it. None means that there are none."""
 
     @property
     def name(self) -> str:
         """Name of the run's folder."""
         content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
         content["also"] = list(self.also)  # wherever the document lies
-        if self.config.own_labels is not None:
-            content["own_labels"] = Path(self.config.own_labels).name
+        content["own_labels"] = self.own_labels
         identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
         return f"{self.label}-{identity}"
 
@@ -265,6 +266,7 @@ def _passes(
                 label=f"{cache}-{choice.slug}{begun}-s{seed}",
                 config=_training(source, document, choice=choice, index=index, seed=seed, init=init),
                 also=tuple(choice.settings.get("also", ())),
+                own_labels=choice.settings.get("own_labels"),
             )
 
 

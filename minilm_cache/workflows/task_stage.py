@@ -19,7 +19,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
-from minilm_cache.evaluate.texts import TextKind
+from minilm_cache.evaluate.texts import TextKind, class_names, class_order
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import ALONE, Session
@@ -84,11 +84,18 @@ def run_task_stage(
     teacher = str(dump["teacher"])
     for model in find_models([teacher], dump.get("revision"), untrained=False):
         TextKind(task).load_as_is(model)  # refuses one of other classes before anything is made
-    num_classes = read_config(locate_teacher(teacher, dump.get("revision")).folder).num_labels or 1
+    of_teacher = class_names(read_config(locate_teacher(teacher, dump.get("revision")).folder))
+    labels, own = None, {}
+    if "label_weight" in train:  # each label by the teacher's name of it
+        labels = [of_teacher[number] for number in class_order(of_teacher, task.labels) or ()] * bool(
+            task.labels
+        )
+        own = {"own_labels": str(out / TEXTS)}
+    training = _training(config, {**train, **own}, len(of_teacher))
     refuse_file(out)
     is_pair = len(examples[0].texts) > 1
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
-    corpus = _write_texts(config, examples, out, labels=task.labels if "label_weight" in train else None)
+    corpus = _write_texts(config, examples, out, labels=labels)
     if config.augment is not None:
         corpus = _write_copies(config, {**columns, **shared}, out=out, session=session)
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
@@ -96,8 +103,6 @@ def run_task_stage(
     packing = "pairs" if is_pair else "records"
     dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
     dump_cache(dumping, out=out / CACHE, session=session)
-    labelled = {"own_labels": str(corpus)} if "label_weight" in train else {}
-    training = _training(config, {**train, **labelled}, num_classes)
     run = train_students(training, out / CACHE, out=out / RUN, session=session)
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
@@ -135,13 +140,15 @@ def _write_texts(
         config: settings of the stage.
         examples: the task's texts.
         out: folder of the stage.
-        labels: names of the task's classes, empty for values on a scale. None means that labels stay out.
+        labels: the teacher's names of the task's classes, empty for values on a scale. None means that labels
+            stay out.
 
     Raises:
         IdentityMismatchError: the folder has the texts of another stage.
         StorageError: the folder cannot be written to.
     """
     stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"})
+    stated["label_weight"] = True if labels is not None else None
     file, content = out / TEXTS, "".join(_lines(examples, labels)).encode()
     with storage_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)

@@ -174,6 +174,13 @@ def test_a_package_that_is_not_installed_shows_first(
     folder: Path, line: str, lacking: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
+
+    def too_late() -> None:
+        pytest.fail("what takes seconds is imported by now")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("minilm_cache.cli.") and hasattr(module, "quiet_libraries"):
+            monkeypatch.setattr(module, "quiet_libraries", too_late)
     monkeypatch.setitem(sys.modules, lacking, None)
     command.fails(*line.split(), code=2, says=(lacking, "not installed", "pip install"))
 

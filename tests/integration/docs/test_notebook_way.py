@@ -16,9 +16,9 @@ from minilm_cache import (
     results,
     train_students,
 )
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.settings import whole_number
-from tests.support import World
+from tests.support import World, save_teacher
 
 
 def test_settings_are_written_as_on_the_command_line() -> None:
@@ -55,6 +55,8 @@ def test_a_notebook_is_pleasant(
     assert "held-out loss of 1x32" in repr(trained)
     assert "<table>" in trained._repr_html_()
 
+    with pytest.raises(IdentityMismatchError, match="is not the one of"):
+        results("run", teacher=str(save_teacher(world.root / "other", seed=1)))
     (row,) = results("run").to_dict("records")
     assert row["arch"] == "1x32"
     assert "masked_agreement" not in row  # nothing measured it

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.cache import open_cache
-from minilm_cache.objectives.labelled import OwnLabels
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.labelled import OwnLabels, own_labels
 from minilm_cache.objectives.several import documents_of
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.train.record import RunIdentity, load_record
 from tests.conftest import Command
 from tests.support import WORDS, World, save_teacher
 
@@ -40,10 +42,12 @@ def write(file: Path, labels: Sequence[object], *, second: str = "") -> Path:
     return file
 
 
-def classifier(world: World, num_labels: int, **settings: Any) -> None:
+def classifier(
+    world: World, num_labels: int, *, dumped: dict[str, Any] | None = None, **settings: Any
+) -> None:
     save_teacher(world.root / "classifier", head="sequences", num_labels=num_labels, **settings)
     corpus = {"corpus": str(world.root / "labels.jsonl"), "packing": "records"}
-    world.dump(teacher=str(world.root / "classifier"), codec="none", logits=True, **corpus)
+    world.dump(teacher=str(world.root / "classifier"), codec="none", logits=True, **corpus, **(dumped or {}))
 
 
 def answers(world: World) -> tuple[torch.Tensor, list[Any]]:
@@ -67,7 +71,8 @@ def test_the_loss_is_that_of_answers_and_labels(world: World, names: list[str] |
         None if number % 3 == 0 else names[number % 3] if names else number % 3 for number in range(343)
     ]
     write(world.root / "labels.jsonl", labels)
-    classifier(world, 3, **({"id2label": dict(enumerate(names))} if names else {}))
+    named: dict[str, Any] = {"id2label": dict(enumerate(names))} if names else {}
+    classifier(world, 3, **named)
     run = world.train("run", **SAME, own_labels=str(world.root / "labels.jsonl"), label_weight=WEIGHT)
     logits, known = answers(world)
     losses = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
@@ -144,7 +149,7 @@ def test_labels_of_other_texts_are_refused(world: World, command: Command) -> No
     command.fails(*answers, code=2, says=("label 'often' is none of the teacher's classes", "--label-column"))
     command.fails(*answers, "--label-column", "grade", code=1, says=("no column 'grade'", "--label-column"))
     command.fails(*answers, "--label-weight", 0, code=2, says="greater than 0")
-    command.fails(*answers, "--temperature", 2, code=2, says="leave out --own-labels")
+    command.fails(*answers, "--temperature", 2, code=2, says="not with labels")
     command.fails(*words, "--own-labels", other, code=2, says="goes with --objective")
     command.fails(*words, *ANSWERS, "--label-weight", 0.3, code=2, says="go with --own-labels")
     command.fails(
@@ -170,7 +175,7 @@ train: {steps: 2, batch_size: 4, device: cpu}
     assert code == 0, err
     alone, labelled = sorted((row["objective"] for row in json.loads(out)["students"]), key=len)
     assert "labels" not in alone
-    assert labelled.startswith(f"{alone} (labels of ")
+    assert labelled.startswith(f"{alone} (labels ")
     moved = world.root / "elsewhere"
     moved.mkdir()
     for each in ("labels.jsonl", "classifier", "study.yaml", "study"):
@@ -178,3 +183,88 @@ train: {steps: 2, batch_size: 4, device: cpu}
     code, again, err = command("study", moved / "study.yaml", "--dry-run", "--json")
     assert code == 0, err
     assert {each["state"] for each in json.loads(again)["passes"]} == {"complete"}
+
+
+def test_labels_of_a_study_are_looked_for_first(world: World, command: Command) -> None:
+    """Where they are not there, and where two files have one name."""
+    write(world.root / "labels.jsonl", [0, 1])
+    save_teacher(world.root / "classifier", head="sequences", num_labels=2)
+    begin = "dump: {teacher: classifier, corpus: labels.jsonl, packing: records, codec: none, logits: true}\n"
+    study = world.root / "study.yaml"
+    study.write_text(f"{begin}arch: [2x32]\nobjective:\n  - {{objective: score, own_labels: nosuch.csv}}\n")
+    says = ("line 3, objective: --own-labels", "nosuch.csv does not exist")
+    command.fails("study", study, "--dry-run", code=2, says=says)
+    (world.root / "x").mkdir()
+    write(world.root / "x" / "labels.jsonl", [1, 0])
+    each = "{objective: tinybert-prediction, own_labels: %s}"
+    listed = ", ".join(each % name for name in ("labels.jsonl", "x/labels.jsonl"))
+    study.write_text(f"{begin}arch: [2x32]\nobjective: [{listed}]\n")
+    code, out, err = command("study", study, "--dry-run", "--json")
+    assert code == 0, err
+    assert len({each["pass"] for each in json.loads(out)["passes"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"text": "ba", "query": "ba"}, "no record has a label"),
+        ({"text": "ba", "label": True}, None),
+        ({"text": "ba", "label": 1.0}, None),
+        ({"text": "ba", "label": "1.0"}, None),
+        ({"text": "ba", "label": " yes "}, None),
+        ({"text": "ba", "label": 0.5}, "none of the teacher's classes: no, yes, 0, 1"),
+        ({"text": "ba", "label": "2"}, "none of the teacher's classes"),
+    ],
+)
+def test_classes_are_written_in_many_ways(
+    world: World, command: Command, line: dict[str, object], says: str | None
+) -> None:
+    file = world.root / "labels.jsonl"
+    file.write_text("".join(json.dumps({"text": f"ba {WORDS[number]}"}) + "\n" for number in range(8)))
+    classifier(world, 2, id2label={0: "no", 1: "yes "})
+    rows = [{**line, "text": f"ba {WORDS[number]}"} for number in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if says is None:
+        labels = own_labels(
+            open_cache(world.root / "cache"), ObjectiveConfig(objective=ANSWERS[1], own_labels=str(file))
+        )
+        assert labels is not None
+        assert set(labels.values) == {1.0}
+        return
+    words: tuple[object, ...] = ("train", world.root / "cache", "--arch", "2x32", "--steps", 2, *ANSWERS)
+    if "label" not in line:
+        words = (*words, "--label-column", "query")
+        file.write_text("".join(json.dumps({**row, "query": None}) + "\n" for row in rows))
+    command.fails(*words, "--own-labels", file, "--device", "cpu", code=2, says=says)
+
+
+def test_objectives_that_learn_answers_alone_do_not_get_labels(world: World, command: Command) -> None:
+    write(world.root / "labels.jsonl", [number % 2 for number in range(40)])
+    classifier(world, 2, dumped={"first_hidden": "all"})
+    words = ("train", world.root / "cache", "--arch", "2x32", "--steps", 2, "--device", "cpu", *ANSWERS)
+    joined = (*words, "--objective", "bert-pkd", "--own-labels", world.root / "labels.jsonl")
+    command.fails(*joined, code=2, says="not all of them learn labels")
+
+
+def test_labels_go_with_a_cache_at_a_url(world: World, command: Command) -> None:
+    """Its tables are fetched before its shards are."""
+    file = write(world.root / "labels.jsonl", [number % 2 for number in range(40)])
+    classifier(world, 2)
+    assert command("push", world.root / "cache", f"file://{world.root}/store")[0] == 0
+    (pushed,) = (world.root / "store").iterdir()
+    words = ("train", f"file://{pushed}", "--arch", "2x32", "--steps", 2, "--device", "cpu", *ANSWERS)
+    code, _, err = command(*words, "--own-labels", file, "--out", world.root / "run")
+    assert code == 0, err
+    assert load_record(world.root / "run").complete
+
+
+def test_a_run_without_labels_has_the_name_that_it_had() -> None:
+    """The name is one that a release without labels gave: folders and recipes of its runs stay the same."""
+    numbers: dict[str, Any] = {"steps": 5, "batch_size": 4, "seed": 0, "buffer_shards": 4, "shard_tokens": 10}
+    shares = {"lr": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "max_grad_norm": None, "eval_steps": None}
+    objective = {"objective": "minilm", "relation_heads": None, "value_relation": True}
+    layers = {"query_key_relations": False, "layer_map": "last", "teacher_layer": 2}
+    whole = {"fingerprint": "f", "arch": ("1x32",), "num_streams": 1, "num_parts": 1, "compiled": False}
+    values = numbers | shares | objective | layers | whole | {"precision": "float32"}
+    identity = RunIdentity.model_validate(values)
+    assert identity.name() == "1x32-2b66a374ec5c"

@@ -136,6 +136,12 @@ def test_stopped_twice_it_ends_as_undisturbed(cache: Path, tmp_path: Path) -> No
         with pytest.raises(InterruptedRunError):
             run("stopped", Stops(number))
     assert [each.losses for each in run("stopped").rounds] == [each.losses for each in run("whole").rounds]
+    file = tmp_path / "whole" / "search.json"
+    record = json.loads(file.read_text())
+    for name in ("own_labels", "label_weight", "label_column"):  # an earlier release did not have them
+        del record["settings"]["train"][name]
+    file.write_text(json.dumps(record))
+    assert run("whole").rounds == run("stopped").rounds
 
 
 def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> None:

@@ -104,10 +104,14 @@ def test_the_layers_of_the_teacher_are_learned_first(tmp_path: Path, command: Co
     assert len((tmp_path / "stage" / "texts.jsonl").read_text().splitlines()) == 40
 
 
-@pytest.mark.parametrize("task", ["sst2", "stsb"])
+@pytest.mark.parametrize("task", ["sst2", "stsb", "rte"])
 def test_labels_of_the_task_are_learned_with_the_answers(tmp_path: Path, command: Command, task: str) -> None:
+    """Also where classes have no names of their own, as here those of the teacher of RTE."""
     write_glue(tmp_path / "glue")
-    teacher = tuned(command, tmp_path, task)
+    if task == "rte":
+        teacher = save_teacher(tmp_path / "plain", head="sequences", num_labels=2)
+    else:
+        teacher = tuned(command, tmp_path, task)
     words = ("--task", task, "--data", tmp_path / "glue", "--teacher", teacher)
     found = stage(command, tmp_path, *words, "--label-weight", 0.3)
     record = load_record(Path(found["run"]))
@@ -115,7 +119,10 @@ def test_labels_of_the_task_are_learned_with_the_answers(tmp_path: Path, command
     assert record.own_labels == str(tmp_path / "stage" / "texts.jsonl")
     assert stage(command, tmp_path, *words, "--label-weight", 0.3) == found
     other = ("chain", *words, "--out", tmp_path / "stage", *SHORT)
-    command.fails(*other, code=1, says="was begun with other settings")
+    command.fails(*other, code=1, says="was begun with other settings: --label-weight")
+    elsewhere = ("chain", *words, "--out", tmp_path / "elsewhere", *SHORT, "--label-weight", 2)
+    command.fails(*elsewhere, code=2, says="--label-weight 2.0: ")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:
