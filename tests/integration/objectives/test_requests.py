@@ -47,7 +47,7 @@ def test_students_that_cannot_learn_something_are_told_why(words: World, command
         command.fails(*say, "3x16", "--objective", objective, code=2, says="the teacher's 32")
     command.fails(*say, "2x32", "--objective", "mobilebert", code=2, says=("3x32:b8", "layer with layer"))
     command.fails(*say, "1x32", "--objective", "bert-pkd", code=2, says="students of 2 layers or more")
-    command.fails(*say, "2x32:b12:h8", "--objective", "mlm-kd", code=2, says="divide by 8 heads")
+    command.fails(*say, "2x32:b12:h8", "--objective", "mlm-kd", code=2, says="divisible by 8 heads")
     command.fails(
         *say, "2x32", "--objective", "mlm-kd", "--layer-map", "all", code=2, says="does not go with"
     )
