@@ -80,6 +80,7 @@ export-model nosuch --onnx --out exported
 search nosuch --speedup 2 --out found
 search notes.cache --speedup 2 --out notes.txt
 generate nosuch "a text"
+generate mini "a text"
 -h
 ls
 info notes.cache

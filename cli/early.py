@@ -4,7 +4,7 @@ They raise what the libraries' callers raise later, so that a mistake shows at o
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +14,7 @@ from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
 from minilm_cache.models.arch import num_layers_of, parse_arch
+from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
 from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
 from minilm_cache.store.durable import refuse_existing
@@ -22,6 +23,7 @@ from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig, refuse_no_beginning
 from minilm_cache.train.folder import is_run, runs_of
 from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
+from minilm_cache.workflows.config import GenerateConfig
 from minilm_cache.workflows.study_source import Source
 
 if TYPE_CHECKING:
@@ -130,6 +132,26 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
 
         for name in own:
             check_own_columns(Path(name), config)
+
+
+def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) -> None:
+    """Raise the error of sources that are not there, or that a model does not generate from.
+
+    Args:
+        config: settings of what is generated.
+        model: name of the model, or its folder.
+        texts: texts that are given beside the settings.
+    """
+    config.refuse_texts(texts)
+    if config.file is not None:
+        from minilm_cache.evaluate.files import own_rows  # noqa: PLC0415 - datasets take a second
+
+        next(own_rows(config.file, config.columns, "--text-columns", named="--file "), None)
+    folder = locate_teacher(model, config.revision, without_weights=True).folder
+    refuse_no_config(folder)
+    read_decoding(folder).changed(config)
+    is_pair = bool(config.answer) if config.file is None else len(config.columns) > 1
+    refuse_other_sources(model, num_texts=2 if is_pair else 1, pairs=is_of_pairs(folder))
 
 
 def refuse_no_own_data(path: Path, beside: FurtherTexts) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_text
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_sources
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -39,7 +39,8 @@ def generate(
     Example: minilm-cache generate TRIAL/model --file passages.jsonl --out questions.jsonl
     """
     config = validated(GenerateConfig, given)
-    refuse_missing(teacher=model, revision=config.revision, out=out)
+    refuse_missing(out=out)
+    refuse_no_sources(config, model, texts or ())
     from minilm_cache.workflows.generate import generate as run_generate  # noqa: PLC0415 - takes seconds
     from minilm_cache.workflows.generate import row_of  # noqa: PLC0415 - takes seconds
 

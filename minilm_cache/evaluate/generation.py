@@ -25,6 +25,7 @@ from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores
 from minilm_cache.evaluate.models import Evaluated, load_with_head
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import Generation, GenerationTask
+from minilm_cache.models.decoding import read_decoding
 from minilm_cache.models.generation import (
     NOT_PREDICTED,
     MaskedTargets,
@@ -33,7 +34,6 @@ from minilm_cache.models.generation import (
     encode_sources,
     lengthened,
     positions_of,
-    read_decoding,
 )
 from minilm_cache.models.inputs import Inputs, Part, padded
 from minilm_cache.models.load import draw_weights, mask_token, read_config

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import SpeedConfig
-from minilm_cache.models.decoding import Decoding
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import CPU_PROVIDER, IDS, MASK, ExportedModel, onnx_session
-from minilm_cache.models.generation import GENERATION_FILE, TextGenerator, check_generates
+from minilm_cache.models.generation import TextGenerator, check_generates
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
 from minilm_cache.models.truncate import saving

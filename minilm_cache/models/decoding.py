@@ -1,11 +1,16 @@
 """How a text is generated: settings of the search for it, and the options of commands that change them."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Final
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.locate import read_json
 from minilm_cache.settings import FrozenSettings
 
+GENERATION_FILE: Final = "generation_config.json"
+"""Name of the file that says how a model generates texts, which is transformers' own."""
 _Tokens = Annotated[int, Field(ge=1, le=2**16)]
 _Beams = Annotated[int, Field(ge=1, le=256)]
 _Penalty = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)]
@@ -70,3 +75,46 @@ class DecodingOptions(FrozenSettings):
     def given(self) -> list[str]:
         """Names of the options that were given."""
         return [name for name in DecodingOptions.model_fields if getattr(self, name) is not None]
+
+
+def read_decoding(folder: Path) -> Decoding:
+    """Return how the model in a folder generates texts.
+
+    Raises:
+        TeacherError: the folder has no such file, or one that is damaged or lacks a setting.
+    """
+    file = folder / GENERATION_FILE
+    if not file.is_file():
+        raise TeacherError(
+            f"{folder} was not fine-tuned to generate texts: it has no {GENERATION_FILE}. Make such a model: "
+            "`minilm-cache evaluate MODEL --task squad-qg --data DIR --keep-models`."
+        )
+    content: dict[str, Any] = read_json(file)
+    known = {name: content[name] for name in Decoding.model_fields if content.get(name) is not None}
+    try:
+        return Decoding(**known)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "its settings"
+        raise TeacherError(
+            f"{file}: {where}: {first['msg']}. Take a folder that `minilm-cache evaluate --keep-models` "
+            "wrote."
+        ) from error
+
+
+def is_of_pairs(folder: Path) -> bool:
+    """Return whether the model in a folder generates from two texts, such as a passage and an answer."""
+    return read_json(folder / GENERATION_FILE).get("pairs") is True
+
+
+def refuse_other_sources(model: str, *, num_texts: int, pairs: bool) -> None:
+    """Raise InvalidConfigError if a model gets single texts and was tuned on pairs, or gets pairs."""
+    if pairs and num_texts == 1:
+        raise InvalidConfigError(
+            f"{model} was tuned on passages with answers. Give --answer for each text, or of a file "
+            "--text-columns src,answer."
+        )
+    if not pairs and num_texts > 1:
+        raise InvalidConfigError(
+            f"{model} was tuned on single texts. Leave out --answer, or give one column of the file."
+        )

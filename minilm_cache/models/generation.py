@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import (
     Cache,
@@ -30,14 +29,11 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.decoding import Decoding
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
-from minilm_cache.models.locate import read_json
 from minilm_cache.models.tap import gathered
 
-GENERATION_FILE: Final = "generation_config.json"
-"""Name of the file that says how a model generates texts, which is transformers' own."""
 NOT_PREDICTED: Final = -100
 """Label of a token that is not predicted, as transformers has it."""
 _PAIR: Final = 2
@@ -332,7 +328,7 @@ class TextGenerator:
         if lacking:
             raise TeacherError(f"{folder} lacks weights of its head ({min(lacking)}). Get it again.")
         check_generates(model, decoding, str(folder))
-        pairs = read_json(folder / GENERATION_FILE).get("pairs") is True
+        pairs = is_of_pairs(folder)
         return cls(model.to(device), load_tokenizer(folder), decoding, pairs=pairs)  # type: ignore[arg-type]
 
     def save(self, folder: str | Path) -> None:
@@ -449,28 +445,3 @@ def save_decoding(
         no_repeat_ngram_size=decoding.no_repeat_ngram_size,
     )
     config.save_pretrained(folder, config_file_name=GENERATION_FILE)
-
-
-def read_decoding(folder: Path) -> Decoding:
-    """Return how the model in a folder generates texts.
-
-    Raises:
-        TeacherError: the folder has no such file, or one that is damaged or lacks a setting.
-    """
-    file = folder / GENERATION_FILE
-    if not file.is_file():
-        raise TeacherError(
-            f"{folder} was not fine-tuned to generate texts: it has no {GENERATION_FILE}. Make such a model: "
-            "`minilm-cache evaluate MODEL --task squad-qg --data DIR --keep-models`."
-        )
-    content: dict[str, Any] = read_json(file)
-    known = {name: content[name] for name in Decoding.model_fields if content.get(name) is not None}
-    try:
-        return Decoding(**known)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "its settings"
-        raise TeacherError(
-            f"{file}: {where}: {first['msg']}. Take a folder that `minilm-cache evaluate --keep-models` "
-            "wrote."
-        ) from error

@@ -1,6 +1,6 @@
 """Settings of workflows that run several dumps and trainings."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -8,12 +8,14 @@ from pydantic import Field, model_validator
 
 from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import RECORDS
 from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.objectives.spec import Needs
 from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.wording import counted
 
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
     **{
@@ -99,6 +101,26 @@ class GenerateConfig(DecodingOptions, ModelSettings):
         if not 1 <= len(self.text_columns.split(",")) <= 2:  # noqa: PLR2004 - a text or a pair
             raise ValueError(f"--text-columns {self.text_columns}: give one column, or two with a comma")
         return self
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the file."""
+        return [part.strip() for part in self.text_columns.split(",")]
+
+    def refuse_texts(self, texts: Sequence[str]) -> None:
+        """Raise InvalidConfigError if there are no sources, or answers that are not one for each text.
+
+        Args:
+            texts: texts that are given beside these settings.
+        """
+        if self.file is None and not texts:
+            raise InvalidConfigError("give texts, or a file that has them: --file texts.jsonl")
+        if self.file is not None and texts:
+            raise InvalidConfigError(f"give texts or --file {self.file}, not both")
+        if self.answer and len(self.answer) != len(texts):
+            raise InvalidConfigError(
+                f"--answer is given {len(self.answer)} times for {counted(len(texts), 'text')}. Give one for each."
+            )
 
 
 class TaskStageConfig(FrozenSettings):

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.files import own_rows, read_own_text
+from minilm_cache.models.decoding import refuse_other_sources
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.generation import TextGenerator
 from minilm_cache.models.locate import locate_teacher
@@ -55,7 +56,7 @@ def generate(
     sources = _sources(config, texts)
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, device)
-    _refuse_other_sources(model, sources, pairs=generator.pairs)
+    refuse_other_sources(model, num_texts=len(sources[0]), pairs=generator.pairs)
     decoding = generator.decoding.changed(config)
     if config.max_length is not None:
         decoding = decoding.with_changes(max_source=config.max_length)
@@ -89,33 +90,9 @@ def row_of(pair: Generated) -> dict[str, str]:
     return {**dict(zip(("src", "answer"), pair.source, strict=False)), "generated": pair.text}
 
 
-def _refuse_other_sources(model: str, sources: Sequence[tuple[str, ...]], *, pairs: bool) -> None:
-    """Raise InvalidConfigError if a model gets single texts and was tuned on pairs, or gets pairs."""
-    if pairs and len(sources[0]) == 1:
-        raise InvalidConfigError(
-            f"{model} was tuned on passages with answers. Give --answer for each text, or of a file "
-            "--text-columns src,answer."
-        )
-    if not pairs and len(sources[0]) > 1:
-        raise InvalidConfigError(
-            f"{model} was tuned on single texts. Leave out --answer, or give one column of the file."
-        )
-
-
 def _sources(config: GenerateConfig, texts: Sequence[str]) -> list[tuple[str, ...]]:
-    if config.file is None and not texts:
-        raise InvalidConfigError("give texts, or a file that has them: --file texts.jsonl")
-    if config.file is not None and texts:
-        raise InvalidConfigError(f"give texts or --file {config.file}, not both")
+    config.refuse_texts(texts)
     if config.file is not None:
-        return _read(config.file, [part.strip() for part in config.text_columns.split(",")])
-    if config.answer and len(config.answer) != len(texts):
-        raise InvalidConfigError(
-            f"there are {len(config.answer)} --answer for {len(texts)} texts. Give one for each text."
-        )
+        rows = own_rows(config.file, config.columns, "--text-columns", named="--file ")
+        return [tuple(read_own_text(row[name], where) for name in config.columns) for where, row in rows]
     return list(zip(texts, config.answer, strict=True)) if config.answer else [(text,) for text in texts]
-
-
-def _read(file: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    rows = own_rows(file, columns, "--text-columns", named="--file ")
-    return [tuple(read_own_text(row[name], where) for name in columns) for where, row in rows]

@@ -52,9 +52,17 @@ MISTAKES = {
     "slice --teacher mini --arch 3x38q --out o": "--arch 3x38q",
     "mine mini --retrieval nosuch --out o.jsonl": "--retrieval nosuch does not exist",
     "export-model nosuch --onnx --out o": "nosuch",
+    "generate teacher": "give texts, or a file that has them",
+    "generate teacher a --answer b --answer c": "--answer is given 2 times for 1 text.",
+    "generate teacher a --file groups.jsonl": "give texts or --file groups.jsonl, not both",
+    "generate teacher a": "was not fine-tuned to generate texts",
+    "generate generator a": "was tuned on passages with answers",
+    "generate generator a --answer b --min-new-tokens 8": "8 is not below --max-new-tokens 6",
     "export-model mini --onnx --openvino --out o": "give one of --onnx and --openvino",
 }
 READ = {
+    "generate generator --file groups.jsonl --text-columns src,query": "has no column 'src'",
+    "generate generator --file nosuch.jsonl --text-columns src,query": "--file nosuch.jsonl is not a file",
     "dump --teacher teacher --corpus table.csv --text-column nosuch": "no column 'nosuch'",
     "dump --teacher teacher --corpus table.csv --pair-columns text,nosuch": "no column 'nosuch'",
     "train cache --arch 3x33": "3x33",
@@ -119,6 +127,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))
     world.dump("cache")
     world.train("trained", steps=2)
+    save_teacher(folder / "generator")
+    decoding = {"max_source": 24, "max_new_tokens": 6, "pairs": True}
+    (folder / "generator" / "generation_config.json").write_text(json.dumps(decoding))
     return folder
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.generation import generation_scores, has_wordnet
 from minilm_cache.evaluate.generation_data import read_generation_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask
-from minilm_cache.models.decoding import Decoding
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.session import Silent
 from tests.conftest import Command
 from tests.support import WORDS, save_teacher, write_hub
@@ -355,7 +356,7 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         (("generate", written, "ba", "--file", own), "not both"),
         (("generate", written, "ba"), "was not fine-tuned to generate texts"),
         (("generate", written), "give texts, or a file"),
-        (("generate", written, "ba", "be", "--answer", "ba"), "1 --answer for 2 texts"),
+        (("generate", written, "ba", "be", "--answer", "ba"), "--answer is given 1 times for 2 texts"),
         (("generate", written, "--file", tmp_path / "none.jsonl"), "is not a file"),
         (("generate", written, "--file", own, "--text-columns", "nosuch"), "nosuch"),
         (("generate", written, "ba", "--out", own), "exists"),
@@ -371,12 +372,14 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
 
 
 def test_texts_that_come_out_empty_are_counted(
-    teacher: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = Decoding(max_source=24, max_new_tokens=6)
+    folder = shutil.copytree(teacher, tmp_path / "generator")
+    (folder / GENERATION_FILE).write_text(decoding.model_dump_json())
     ended = SimpleNamespace(pairs=False, decoding=decoding, generate=lambda *_, **__: ["", "be"])
     monkeypatch.setattr(TextGenerator, "load", lambda *_: ended)
-    code, out, err = command("generate", teacher, "ba", "bi")
+    code, out, err = command("generate", folder, "ba", "bi")
     assert code == 0, err
     assert out == "\nbe\n"
     assert "1 of 2 texts came out empty: the model ended at once" in err

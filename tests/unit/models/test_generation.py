@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherError
-from minilm_cache.models.decoding import Decoding
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.models.generation import (
-    GENERATION_FILE,
     MaskedTargets,
     TextGenerator,
     check_generates,
