@@ -356,7 +356,7 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         (("generate", written, "ba", "--file", own), "not both"),
         (("generate", written, "ba"), "was not fine-tuned to generate texts"),
         (("generate", written), "give texts, or a file"),
-        (("generate", written, "ba", "be", "--answer", "ba"), "--answer is given 1 times for 2 texts"),
+        (("generate", written, "ba", "be", "--answer", "ba"), "--answer is given 1 time for 2 texts"),
         (("generate", written, "--file", tmp_path / "none.jsonl"), "is not a file"),
         (("generate", written, "--file", own, "--text-columns", "nosuch"), "nosuch"),
         (("generate", written, "ba", "--out", own), "exists"),
