@@ -119,8 +119,8 @@ class GenerateConfig(DecodingOptions, ModelSettings):
             raise InvalidConfigError(f"give texts or --file {self.file}, not both")
         if self.answer and len(self.answer) != len(texts):
             raise InvalidConfigError(
-                f"--answer is given {counted(len(self.answer), 'time')} for {counted(len(texts), 'text')}. Give "
-                "one for each."
+                f"--answer is given {counted(len(self.answer), 'time')} for {counted(len(texts), 'text')}. "
+                "Give one for each."
             )
 
 
