@@ -151,7 +151,7 @@ def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noq
         return float("nan")
     try:
         value = float(label)
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):
         value = float("nan")
     if not classes and abs(value) < _MOST_SCORE and not isinstance(label, bool):
         return value

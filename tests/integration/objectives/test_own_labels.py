@@ -214,6 +214,7 @@ def test_labels_of_a_study_are_looked_for_first(world: World, command: Command) 
         ({"text": "ba", "label": " yes "}, None),
         ({"text": "ba", "label": 0.5}, "none of the teacher's classes: no, yes, 0, 1"),
         ({"text": "ba", "label": "2"}, "none of the teacher's classes"),
+        ({"text": "ba", "label": [1]}, "label '[1]' is none of the teacher's classes"),
     ],
 )
 def test_classes_are_written_in_many_ways(
