@@ -241,7 +241,8 @@ def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:
 
 def _run_in_words(path: Path, config: TrainConfig, *, objective: Objective, steps: int) -> str:
     layers = ", ".join(map(str, objective.wanted.layers))
-    source = f"layer {layers} of the teacher, counted from 0" if layers else "states of the teacher"
+    noun = "layers" if "," in layers else "layer"
+    source = f"{noun} {layers} of the teacher, counted from 0" if layers else "states of the teacher"
     return f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, {source}"
 
 
