@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_text
+from minilm_cache.cli.early import refuse_missing, refuse_no_layers, refuse_no_text
 from minilm_cache.cli.environment import (
     note_default_corpus,
     quiet_libraries,
@@ -83,7 +83,8 @@ def dump(
     config = _config_of_rank(given) if engine is None else _config_of_engine(given, reuses=reuses)
     if isinstance(place, Path):
         refuse_file(place)
-    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, cache=add)
+    refuse_no_layers(config)
     refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
@@ -192,7 +193,10 @@ def _print(result: "DumpResult") -> None:
 
 def _served(manifest: CacheManifest) -> str | None:
     """Return the option of an objective that a cache surely serves. None means that no one is sure."""
+    states = manifest.identity.states
+    if states is not None and states.num_classes is not None:
+        answers = "score" if states.num_classes == 1 else "tinybert-prediction"
+        return f" --objective {answers}"
     if manifest.identity.has_relations:
         return ""
-    states = manifest.identity.states
     return " --objective embedding" if states is not None and states.pooled is not None else None

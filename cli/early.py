@@ -13,7 +13,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
-from minilm_cache.models.arch import num_layers_of, parse_arch
+from minilm_cache.models.arch import num_layers_of, parse_arch, refuse_no_layer, refuse_no_state
 from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
 from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
@@ -105,6 +105,20 @@ def refuse_missing(
             locate_teacher(name, revision, without_weights=True)
     if teacher is not None:
         refuse_no_config(locate_teacher(teacher, revision, without_weights=True).folder)
+
+
+def refuse_no_layers(config: DumpConfig) -> None:
+    """Raise InvalidConfigError for layers or hidden states that the teacher's configuration does not have."""
+    folder = locate_teacher(config.teacher, config.revision, without_weights=True).folder
+    known, name = read_json(folder / CONFIG).get("num_hidden_layers"), Path(config.teacher).name
+    if not isinstance(known, int):
+        return
+    if isinstance(config.layers, tuple):
+        refuse_no_layer(config.layers, known, name)
+    for option in ("hidden", "masked_hidden", "first_hidden"):
+        chosen = getattr(config, option)
+        if isinstance(chosen, tuple):
+            refuse_no_state(chosen, known, option=f"--{option.replace('_', '-')}", teacher=name)
 
 
 def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | None = None) -> None:

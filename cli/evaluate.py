@@ -228,6 +228,8 @@ def embeddings(
     """
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
+        task_folder(Path(config.data), "STS-B")
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")

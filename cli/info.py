@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.early import refuse_no_runs
+from minilm_cache.cli.early import refuse_missing, refuse_no_runs
 from minilm_cache.cli.environment import chosen_place, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -178,6 +178,8 @@ def report(
     """
     config = validated(ReportConfig, given)
     refuse_no_runs(runs)
+    config.refuse_page(out)
+    refuse_missing(teacher=config.teacher)
     from minilm_cache.report.page import report_runs  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.report.tables import summary_table  # noqa: PLC0415 - importing it takes seconds
 

@@ -15,6 +15,7 @@ from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 
@@ -138,6 +139,8 @@ def export(
     Example: minilm-cache export CACHE vectors.parquet
     """
     refuse_missing(cache=cache, out=out)
+    if not scores and out.suffix != ".parquet":
+        raise InvalidConfigError(f"{out}: vectors are written as Parquet. Give a name that ends in .parquet.")
     from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.workflows.export_scores import export_scores  # noqa: PLC0415 - it, too
 

@@ -61,6 +61,8 @@ def train(
     refuse_missing(cache=cache, arch=config.arch)
     if cache is not None:
         refuse_unserved(config, cache)
+    for other in config.also:
+        refuse_missing(cache=other)
     refuse_no_labels(config)
     refuse_run_of_others(config, out)
     refuse_no_tracker(config.tracker)

@@ -21,6 +21,7 @@ from minilm_cache.dump.config import (
     ImportConfig,
 )
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.arch import refuse_no_state
 from minilm_cache.models.load import mask_token
 from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
@@ -204,11 +205,7 @@ def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int,
         return ()
     if isinstance(chosen, str):
         return (last,) if chosen == "last" else tuple(range(last + 1))
-    if chosen[-1] > last:
-        raise InvalidConfigError(
-            f"{option} {chosen[-1]}: teacher {teacher.name} has hidden states 0 (the output of its "
-            f"embeddings) to {last}. Choose among them."
-        )
+    refuse_no_state(chosen, last, option=option, teacher=teacher.name)
     return chosen
 
 

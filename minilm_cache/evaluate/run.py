@@ -172,7 +172,8 @@ def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary
         if models:
             yield (
                 f"{task} {name}".strip() + ": not to be told from chance with so few examples or so little "
-                f"training: {', '.join(models)} (accuracy of the commonest class for every text: {shares})"
+                f"training: {', '.join(models)} (accuracy of the training set's commonest class "
+                f"for every text: {shares})"
             )
 
 

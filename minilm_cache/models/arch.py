@@ -1,6 +1,7 @@
 """Student shapes: reading `--arch`, and checking that the sizes fit."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -125,4 +126,21 @@ def _check_heads(shape: StudentShape, relation_heads: int, split_into: int | Non
         raise InvalidConfigError(
             f"--arch {arch}: width {width} is not divisible by {split_into} relation heads. "
             "Give other --relation-heads."
+        )
+
+
+def refuse_no_layer(numbers: Sequence[int], num_layers: int, teacher: str) -> None:
+    """Raise InvalidConfigError if a teacher has no layer of one of the numbers, counted from 0."""
+    if max(numbers, default=-1) >= num_layers:
+        raise InvalidConfigError(
+            f"--layers {max(numbers)}: teacher {teacher} has layers 0 to {num_layers - 1}. Choose among them."
+        )
+
+
+def refuse_no_state(numbers: Sequence[int], num_layers: int, *, option: str, teacher: str) -> None:
+    """Raise InvalidConfigError if a teacher has no hidden state of one of an option's numbers."""
+    if max(numbers, default=-1) > num_layers:
+        raise InvalidConfigError(
+            f"{option} {max(numbers)}: teacher {teacher} has hidden states 0 (the output of its "
+            f"embeddings) to {num_layers}. Choose among them."
         )

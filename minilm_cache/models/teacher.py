@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
+from minilm_cache.models.arch import refuse_no_layer
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.complete import refuse_longer_texts
 from minilm_cache.models.device import CPU, free_bytes
@@ -138,11 +139,7 @@ class Teacher:
             )
         if isinstance(layers, str):
             return tuple(range(num_layers)) if layers == "all" else (num_layers - 1,)
-        if max(layers, default=-1) >= num_layers:
-            raise InvalidConfigError(
-                f"--layers {max(layers)}: teacher {self.name} has layers 0 to {num_layers - 1}. "
-                "Choose among them."
-            )
+        refuse_no_layer(layers, num_layers, self.name)
         return tuple(layers)
 
     @property

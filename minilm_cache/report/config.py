@@ -1,10 +1,15 @@
 """Settings of a report."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 from pydantic import Field
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import DeviceSettings
+from minilm_cache.store.durable import refuse_file
+
+TEXT_NEEDS_TEACHER: Final = "--text needs --teacher, because the teacher must read the text. Give both."
 
 
 class ReportConfig(DeviceSettings):
@@ -25,3 +30,18 @@ class ReportConfig(DeviceSettings):
     """Title of the page."""
     paths: bool = False
     """Show whole paths of folders, not only their names."""
+
+    def refuse_page(self, path: Path) -> None:
+        """Raise the error of a page that cannot be written to a file, before anything is measured."""
+        refuse_no_page(path)
+        if self.text and self.teacher is None:
+            raise InvalidConfigError(TEXT_NEEDS_TEACHER)
+
+
+def refuse_no_page(path: Path) -> None:
+    """Raise InvalidConfigError for a file that is no page, so that nothing else is overwritten."""
+    refuse_file(path.parent)
+    if path.is_dir():
+        raise InvalidConfigError(f"--out {path} is a folder. Name a file.")
+    if path.suffix not in (".html", ".htm"):
+        raise InvalidConfigError(f"--out {path}: a report is a page. Give a name that ends in .html.")

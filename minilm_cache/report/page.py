@@ -20,7 +20,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import check_is_teacher_of
-from minilm_cache.report.config import ReportConfig
+from minilm_cache.report.config import TEXT_NEEDS_TEACHER, ReportConfig, refuse_no_page
 from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
     agreement_figure,
@@ -51,7 +51,7 @@ from minilm_cache.report.tables import (
 )
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
-from minilm_cache.store.durable import refuse_file, storage_errors, write_file
+from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.wording import counted, number_text, printable
 
 MAX_STUDENTS: Final = 8
@@ -248,11 +248,9 @@ def _comparison_values(
 
 def check_page(path: Path, map_texts: MapTexts | None, *, has_teacher: bool) -> None:
     """Raise InvalidConfigError for a page that cannot be written, before anything is measured."""
-    refuse_file(path.parent)
-    if path.is_dir():
-        raise InvalidConfigError(f"--out {path} is a folder. Name a file.")
+    refuse_no_page(path)
     if map_texts is not None and map_texts.texts and not has_teacher:
-        raise InvalidConfigError("--text needs --teacher, because the teacher must read the text. Give both.")
+        raise InvalidConfigError(TEXT_NEEDS_TEACHER)
 
 
 def _fewer_pieces(runs: Sequence[TrainedRun]) -> list[str]:

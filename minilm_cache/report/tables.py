@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
@@ -50,6 +51,8 @@ NAMES: Final = {
     "kl_to": "KL to",
 }
 """Columns that name a row of a summary, and their headings."""
+STUDENTS_FILE: Final = "students.parquet"
+"""Table of the students of a study, in its folder."""
 SCORE: Final = "score: "
 """Beginning of the names of columns that hold scores on tasks."""
 PART: Final = "loss: "
@@ -230,11 +233,32 @@ def results(*folders: str | Path, teacher: str | None = None) -> "pd.DataFrame":
             does not exist.
     """
     runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
+    scores = {name: scored for folder in folders for name, scored in _known_scores(Path(folder)).items()}
     live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
     if live is not None and not any(is_teacher_of(live, run.reference) for run in runs):
         check_is_teacher_of(live, runs[0].reference)
-    frame: pd.DataFrame = students_table(runs, live).to_pandas().dropna(axis="columns", how="all")
+    table = students_table(runs, live, scores=scores)
+    frame: pd.DataFrame = table.to_pandas().dropna(axis="columns", how="all")
     return frame
+
+
+def _known_scores(study: Path) -> dict[str, dict[str, float]]:
+    """Return the scores on tasks that the table of a study has, by name of the student; empty without one."""
+    file = study / STUDENTS_FILE
+    if not file.is_file():
+        return {}
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        raise CacheCorruptError(
+            f"cannot read {file}: {first_line(error)}. Run the study again; it makes the table anew."
+        ) from error
+    metrics = [name for name in table.column_names if name.startswith(SCORE)]
+    known: dict[str, dict[str, float]] = {}
+    for row in table.select(["run", "arch", *metrics]).to_pylist() if metrics else ():
+        scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
+        known[f"{row['run']}/{row['arch']}"] = scored
+    return known
 
 
 def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:

@@ -35,7 +35,7 @@ from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun, cautions, with_short_names
-from minilm_cache.report.tables import students_table, summary_table
+from minilm_cache.report.tables import STUDENTS_FILE, students_table, summary_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
@@ -50,7 +50,6 @@ from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.study_spec import Assistant, Pass, Study
 
-PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
@@ -302,7 +301,7 @@ def _write_tables(students: pa.Table, folder: Path) -> pa.Table:
     """Write a table of students and its means over seeds, and return the means."""
     summary = summary_table(students)
     with storage_errors("write results in", folder):
-        pq.write_table(students, folder / PARQUET_FILE)
+        pq.write_table(students, folder / STUDENTS_FILE)
         pa_csv.write_csv(students, folder / CSV_FILE)
         pa_csv.write_csv(summary, folder / SUMMARY_FILE)
     return summary

@@ -52,6 +52,10 @@ MISTAKES = {
     "slice --teacher mini --arch 3x38q --out o": "--arch 3x38q",
     "mine mini --retrieval nosuch --out o.jsonl": "--retrieval nosuch does not exist",
     "export-model nosuch --onnx --out o": "nosuch",
+    "dump --teacher teacher --corpus notes.txt --layers 9": "--layers 9: teacher teacher has layers 0 to 2",
+    "dump --teacher teacher --corpus notes.txt --hidden 9": "--hidden 9: teacher teacher has hidden states 0",
+    "dump --teacher teacher --corpus notes.txt --add nosuch --for embedding": "no cache at nosuch",
+    "embeddings mini --data nosuch": "--data nosuch: no such folder",
     "generate teacher": "give texts, or a file that has them",
     "generate teacher a --answer b --answer c": "--answer is given 2 times for 1 text.",
     "generate teacher a --file groups.jsonl": "give texts or --file groups.jsonl, not both",
@@ -61,6 +65,10 @@ MISTAKES = {
     "export-model mini --onnx --openvino --out o": "give one of --onnx and --openvino",
 }
 READ = {
+    "report trained --out notes.txt": "--out notes.txt: a report is a page. Give a name that ends in .html",
+    "report trained --text ba": "--text needs --teacher",
+    "report trained --teacher nosuch": "there is no folder nosuch",
+    "export cache out.csv": "out.csv: vectors are written as Parquet",
     "generate generator --file groups.jsonl --text-columns src,query": "has no column 'src'",
     "generate generator --file nosuch.jsonl --text-columns src,query": "--file nosuch.jsonl is not a file",
     "dump --teacher teacher --corpus table.csv --text-column nosuch": "no column 'nosuch'",

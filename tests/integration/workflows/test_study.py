@@ -257,11 +257,13 @@ def check_row_of_teacher(page: str, accuracy: float) -> None:
 
 def check_results(world: World, rows: Sequence[Mapping[str, Any]]) -> None:
     """Check that data frames of a study have its KLs: exactly if the teacher runs, else those recorded."""
-    recorded = results(world.root / "shapes").set_index(["run", "arch"])["kl_sum"]
+    frame = results(world.root / "shapes").set_index(["run", "arch"])
+    recorded, scores = frame["kl_sum"], frame["score: sst2 dev accuracy"]
     exact = results(world.root / "shapes", teacher=str(world.teacher)).set_index(["run", "arch"])["kl_sum"]
     for row in rows:  # the cache stands for the teacher here, and an assistant's is not compared with it
         name, is_own = (row["run"], row["arch"]), row["cache"] == "one"
         assert exact[name] == pytest.approx(row["kl_sum"])
+        assert scores[name] == row["score: sst2 dev accuracy"]
         assert recorded[name] == pytest.approx(row["kl_sum"] if is_own else np.nan, abs=0.1, nan_ok=True)
 
 
