@@ -228,11 +228,11 @@ def embeddings(
     """
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
         task_folder(Path(config.data), "STS-B")
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)
-    refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
