@@ -13,6 +13,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
+from minilm_cache.evaluate.tasks import task_folder
 from minilm_cache.models.arch import num_layers_of, parse_arch, refuse_no_layer, refuse_no_state
 from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
 from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from minilm_cache.workflows.study_spec import Study
 
 
-_ENCODERS: Final = ("sentence_transformers",)
 _ONNX: Final = ("onnx", "onnxruntime", "onnxscript")
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "eval": ("nltk", "pytrec_eval", "rouge_score", "sacrebleu", "sklearn", "scipy", "torchmetrics"),
-    "sentence-transformers": _ENCODERS,
+    "sentence-transformers": ("sentence_transformers",),
     "onnx": _ONNX,
     "openvino": (*_ONNX, "nncf", "openvino"),
     "ray": ("ray",),
@@ -146,6 +146,19 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
 
         for name in own:
             check_own_columns(Path(name), config)
+
+
+def refuse_no_task_data(data: str | None, titles: Iterable[str]) -> None:
+    """Raise CorpusError if a folder of published files is not there; the hub is not asked.
+
+    Args:
+        data: value of `--data`. None means that there is none.
+        titles: titles of the tasks whose files it has.
+    """
+    if data is None or f"{data}:".startswith(HUB_PREFIX):
+        return
+    for title in titles:
+        task_folder(Path(data), title)
 
 
 def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) -> None:

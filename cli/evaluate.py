@@ -13,12 +13,13 @@ from minilm_cache.cli.early import (
     refuse_no_columns,
     refuse_no_extra,
     refuse_no_own_data,
+    refuse_no_task_data,
 )
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
-from minilm_cache.evaluate.tasks import TASKS, task_folder
+from minilm_cache.evaluate.tasks import TASKS
 from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def evaluate(
     """
     config = validated(EvaluateConfig, given)
     refuse_missing(models=models, revision=config.revision)
-    if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
-        for task in TASKS.keys() & {*config.task}:
-            task_folder(Path(config.data), TASKS[task].title)
+    refuse_no_task_data(config.data, [TASKS[task].title for task in TASKS.keys() & {*config.task}])
     refuse_no_columns(config)
     refuse_no_extra("eval", for_what="evaluate")
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
@@ -229,8 +228,7 @@ def embeddings(
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
-    if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
-        task_folder(Path(config.data), "STS-B")
+    refuse_no_task_data(config.data, ["STS-B"])
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds

@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_extra
+from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_no_task_data
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -204,6 +204,7 @@ def export_model(
     refuse_no_extra(config.runtime, for_what=f"--{config.runtime}")
     if config.retrieval is not None or config.data is not None:
         refuse_no_extra("sentence-transformers", "eval", for_what="a score of vectors")
+        refuse_no_task_data(config.data, ["STS-B"])
     from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

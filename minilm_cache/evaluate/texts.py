@@ -58,7 +58,7 @@ class TextKind(Kind[TextTask, TextExample]):
     def load_as_is(self, model: Evaluated) -> nn.Module:
         """Return a classifier with its own head, with classes in the order of the task's; see `Kind`."""
         config = read_config(model.folder)
-        names = class_names(config)
+        names = classes_of(config)
         head = load_pooled_head(model.folder)
         if head is None and not is_classifier(config):
             raise InvalidConfigError(
@@ -165,7 +165,7 @@ def text_features(
     ]
 
 
-def class_names(config: PreTrainedConfig) -> list[str]:
+def classes_of(config: PreTrainedConfig) -> list[str]:
     """Return the names of a classifier's classes, in the order of its answers."""
     named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
     return [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]

@@ -157,8 +157,8 @@ def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noq
         return value
     if not classes:
         raise InvalidConfigError(
-            f"{where}: label {word[:40]!r} is no number, and the teacher gives one number. Correct it, leave "
-            f"it empty, or name another column ({LABEL_COLUMN})."
+            f"{where}: label {word[:40]!r} is not a number, and this teacher answers with a number. Correct "
+            f"it, leave it empty, or name another column ({LABEL_COLUMN})."
         )
     number = str(int(value)) if value.is_integer() else word  # 1.0 and True are class 1
     if number not in classes:

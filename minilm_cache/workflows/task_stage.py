@@ -19,7 +19,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
-from minilm_cache.evaluate.texts import TextKind, class_names, class_order
+from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import ALONE, Session
@@ -84,7 +84,7 @@ def run_task_stage(
     teacher = str(dump["teacher"])
     for model in find_models([teacher], dump.get("revision"), untrained=False):
         TextKind(task).load_as_is(model)  # refuses one of other classes before anything is made
-    of_teacher = class_names(read_config(locate_teacher(teacher, dump.get("revision")).folder))
+    of_teacher = classes_of(read_config(locate_teacher(teacher, dump.get("revision")).folder))
     labels, own = None, {}
     if "label_weight" in train:  # each label by the teacher's name of it
         labels = [of_teacher[number] for number in class_order(of_teacher, task.labels) or ()] * bool(

@@ -56,6 +56,7 @@ MISTAKES = {
     "dump --teacher teacher --corpus notes.txt --hidden 9": "--hidden 9: teacher teacher has hidden states 0",
     "dump --teacher teacher --corpus notes.txt --add nosuch --for embedding": "no cache at nosuch",
     "embeddings mini --data nosuch": "--data nosuch: no such folder",
+    "export-model mini --onnx --out o --data nosuch": "--data nosuch: no such folder",
     "generate teacher": "give texts, or a file that has them",
     "generate teacher a --answer b --answer c": "--answer is given 2 times for 1 text.",
     "generate teacher a --file groups.jsonl": "give texts or --file groups.jsonl, not both",
