@@ -21,7 +21,7 @@ from benchmarks.report import add_to_result, machine, read_result
 from minilm_cache import Cache, DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.arch import parse_arch, spaced_layers
 from minilm_cache.models.load import load_model
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import build_student, student_config
@@ -30,7 +30,6 @@ from minilm_cache.session import Session
 from minilm_cache.slicing.cut import Recipe, cut
 from minilm_cache.slicing.forward import Calibration, of_cache
 from minilm_cache.slicing.run import last_layer_kl
-from minilm_cache.slicing.shapes import spaced_layers
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import LogLine

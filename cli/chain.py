@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_text
+from minilm_cache.cli.early import refuse_missing, refuse_no_text, refuse_too_long
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -27,7 +27,13 @@ from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig, describe_preset
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig, TaskStageConfig
+from minilm_cache.workflows.config import (
+    NOT_OF_A_CHAIN,
+    ChainConfig,
+    TaskStageConfig,
+    check_task_stage,
+    refuse_lacking,
+)
 
 if TYPE_CHECKING:
     from minilm_cache.session import Session
@@ -98,15 +104,15 @@ def chain(
     Example: minilm-cache chain --task sst2 --data glue --teacher FINE-TUNED --arch 3x384
     """
     check_engine(engine, gpus_per_task)
-    _refuse_missing(given, dump, [*given.get("assistants", ()), *recipe.get("arch", ())], document=document)
-    from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
-    from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
-    from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
-
     if TaskStageConfig.model_fields.keys() & given.keys():
         others = (document, preset, cache_store, engine, gpus_per_task, dry_run or None)
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
+    _refuse_missing(given, dump, recipe, document=document)
+    from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
+
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
@@ -129,13 +135,18 @@ def chain(
         _show(result, json=json)
 
 
-def _refuse_missing(given: Given, dump: Given, arch: Sequence[str], *, document: Path | None) -> None:
-    """Raise the error of the first thing that is not there; a task stage checks its own options."""
-    if not TaskStageConfig.model_fields.keys() & given.keys():
-        teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
-        refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
-        if corpus is not None:
-            refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
+def _refuse_missing(given: Given, dump: Given, recipe: Given, *, document: Path | None) -> None:
+    """Raise the error of the first thing that is not there."""
+    assistants = given.get("assistants", ())
+    teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
+    arch = [*assistants, *recipe.get("arch", ())]
+    refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
+    if document is None:
+        refuse_lacking(dump=dump, train=recipe, assistants=assistants)
+    if corpus is not None:
+        refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
+    if teacher is not None and "max_length" in dump:
+        refuse_too_long(dump["max_length"], [teacher], revision, is_teacher=True)
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:
@@ -154,11 +165,12 @@ def _task_stage(
     json: bool,
     others: Mapping[str, object],
 ) -> None:
-    from minilm_cache.workflows.task_stage import check_task_stage, run_task_stage  # noqa: PLC0415 - seconds
-
     own = TaskStageConfig.model_fields
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
+    refuse_missing(teacher=dump["teacher"], models=[config.student], revision=dump.get("revision"))
+    from minilm_cache.workflows.task_stage import run_task_stage  # noqa: PLC0415 - importing it takes seconds
+
     quiet_libraries()
     teacher = Path(str(dump["teacher"])).resolve()
     if teacher.name == "model":  # as evaluate calls the models that it keeps, each in the folder of its trial

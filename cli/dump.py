@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_layers, refuse_no_text
+from minilm_cache.cli.early import (
+    refuse_cache_of_others,
+    refuse_missing,
+    refuse_no_layers,
+    refuse_no_text,
+    refuse_too_long,
+)
 from minilm_cache.cli.environment import (
     note_default_corpus,
     quiet_libraries,
@@ -32,7 +38,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_file
-from minilm_cache.store.urls import is_url
+from minilm_cache.store.urls import is_url, parts_of_url
 
 if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult
@@ -81,11 +87,7 @@ def dump(
         raise InvalidConfigError(f"--out {out}: {_ONLY_LOCAL}")
     check_engine(engine, gpus_per_task)
     config = _config_of_rank(given) if engine is None else _config_of_engine(given, reuses=reuses)
-    if isinstance(place, Path):
-        refuse_file(place)
-    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, cache=add)
-    refuse_no_layers(config)
-    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
+    _refuse_mistakes(config, place, add=add, resume=resume)
     from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
 
@@ -104,6 +106,20 @@ def dump(
         print_json(_document(result))
     else:
         _print(result)
+
+
+def _refuse_mistakes(config: DumpConfig, place: Path | str | None, *, add: Path | None, resume: bool) -> None:
+    """Raise the error of a mistake that shows without torch."""
+    if isinstance(place, Path):
+        refuse_file(place)
+    elif place is not None:
+        parts_of_url(place)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, cache=add)
+    refuse_no_layers(config)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
+    refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
+    if isinstance(place, Path) and resume:
+        refuse_cache_of_others(config, place)
 
 
 def _config_of_rank(given: Given) -> DumpConfig:

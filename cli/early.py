@@ -8,22 +8,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, corpus_files, file_of_records
-from minilm_cache.dump.config import DumpConfig
+from minilm_cache.corpus.formats import (
+    HUB_PREFIX,
+    PYTHON_DOCS,
+    TEXT,
+    corpus_files,
+    file_of_records,
+    refuse_other_content,
+)
+from minilm_cache.deploy.config import ExportModelConfig, no_texts
+from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
-from minilm_cache.evaluate.tasks import task_folder
-from minilm_cache.models.arch import num_layers_of, parse_arch, refuse_no_layer, refuse_no_state
+from minilm_cache.evaluate.tasks import TASKS, TextTask, file_of, task_folder
+from minilm_cache.models.arch import (
+    layers_for,
+    num_layers_of,
+    parse_arch,
+    read_layers,
+    refuse_no_layer,
+    refuse_no_state,
+)
 from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
-from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
+from minilm_cache.models.locate import CONFIG, locate_teacher, refuse_no_config
+from minilm_cache.models.outline import Outline, no_reranker, too_long
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
+from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
 from minilm_cache.store.durable import refuse_existing
-from minilm_cache.store.layout import refuse_no_cache
-from minilm_cache.store.urls import is_url
-from minilm_cache.train.config import TrainConfig, refuse_no_beginning
-from minilm_cache.train.folder import is_run, runs_of
+from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
+from minilm_cache.store.urls import is_url, parts_of_url
+from minilm_cache.train.config import SLICE, TrainConfig, check_parts, refuse_no_beginning
+from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
+from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import GenerateConfig
 from minilm_cache.workflows.study_source import Source
 
@@ -82,7 +100,7 @@ def refuse_missing(
         models: names of models, or folders of runs.
         revision: revision of models from the hub. None means the default revision.
         corpus: name of a text. None means that none is read.
-        cache: folder of a cache; URLs are not asked. None means that none is read.
+        cache: folder of a cache, or its URL, which is not asked. None means that none is read.
         arch: shapes of students.
         data: retrieval data of the user's own. None means that there are none.
         document: document of YAML. None means that there is none.
@@ -94,24 +112,39 @@ def refuse_missing(
         num_layers_of(shape)
     if out is not None:
         refuse_existing(out)
-    if cache is not None and not is_url(str(cache)):
-        refuse_no_cache(Path(cache))
+    if cache is not None:
+        refuse_no_place(str(cache))
     if data is not None:
         refuse_no_data(data)
     if corpus is not None and corpus != PYTHON_DOCS and not corpus.startswith(HUB_PREFIX):
         corpus_files(Path(corpus))
     for name in models:
-        if name is not None and not Path(name).is_dir():
-            locate_teacher(name, revision, without_weights=True)
+        if name is not None:
+            _refuse_no_model(name, revision)
     if teacher is not None:
         refuse_no_config(locate_teacher(teacher, revision, without_weights=True).folder)
 
 
+def _refuse_no_model(name: str, revision: str | None) -> None:
+    if Path(name).is_dir():
+        refuse_no_models(Path(name))
+    else:
+        locate_teacher(name, revision, without_weights=True)
+
+
+def refuse_no_place(cache: str) -> None:
+    """Raise the error of a folder that holds no cache, or of a URL that names no store, without asking it."""
+    if is_url(cache):
+        parts_of_url(cache)
+    else:
+        refuse_no_cache(Path(cache))
+
+
 def refuse_no_layers(config: DumpConfig) -> None:
     """Raise InvalidConfigError for layers or hidden states that the teacher's configuration does not have."""
-    folder = locate_teacher(config.teacher, config.revision, without_weights=True).folder
-    known, name = read_json(folder / CONFIG).get("num_hidden_layers"), Path(config.teacher).name
-    if not isinstance(known, int):
+    teacher = Outline.of(config.teacher, config.revision)
+    known, name = teacher.num_layers, teacher.name
+    if known is None:
         return
     if isinstance(config.layers, tuple):
         refuse_no_layer(config.layers, known, name)
@@ -121,11 +154,91 @@ def refuse_no_layers(config: DumpConfig) -> None:
             refuse_no_state(chosen, known, option=f"--{option.replace('_', '-')}", teacher=name)
 
 
+def refuse_uncut(config: SliceConfig | TruncateConfig) -> None:
+    """Raise InvalidConfigError for layers that a teacher does not have, or a shape that is deeper than it."""
+    teacher = Outline.of(config.teacher, config.revision)
+    if teacher.num_layers is None:
+        return
+    if isinstance(config, TruncateConfig):
+        read_layers(config.layers, teacher.num_layers, "--layers", ascending=False)
+    elif teacher.num_heads is not None:
+        shape = parse_arch(config.arch, teacher.num_heads, compares_heads=False)
+        layers_for(shape, teacher.num_layers, config.layers, option="--layers")
+
+
+def refuse_too_long(
+    length: int | None,
+    models: Iterable[str],
+    revision: str | None = None,
+    *,
+    option: str = "--max-length",
+    is_teacher: bool = False,
+) -> None:
+    """Raise InvalidConfigError if a model's configuration has fewer positions than a sequence.
+
+    Args:
+        length: tokens of the sequence. None means that they follow from something else.
+        models: names of models, or their folders. Folders of runs are not asked.
+        revision: revision of models from the hub. None means the default revision.
+        option: option that says the length.
+        is_teacher: whether the models are teachers.
+    """
+    for model in models:
+        if length is None or (Path(model).is_dir() and not (Path(model) / CONFIG).is_file()):
+            continue
+        outline = Outline.of(model, revision)
+        name = f"teacher {outline.name}" if is_teacher else outline.name
+        if outline.positions is not None and length > outline.positions:
+            raise too_long(length, outline.positions, name=name, option=option)
+
+
+def refuse_no_rerankers(models: Iterable[str], revision: str | None) -> None:
+    """Raise InvalidConfigError for a model that is no cross-encoder of one score, by its configuration."""
+    for model in models:
+        if not Path(model).is_dir() or (Path(model) / CONFIG).is_file():
+            outline = Outline.of(model, revision)
+            if outline.answers != 1:
+                raise no_reranker(outline.name, outline.answers)
+
+
+def refuse_several(name: str) -> None:
+    """Raise InvalidConfigError for a run that has trained several students, where one model is wanted."""
+    folder = Path(name)
+    if not is_run(folder):
+        return
+    trained = [each.arch for each in load_record(folder).students if each.diverged_at is None]
+    if len(trained) > 1:
+        raise InvalidConfigError(
+            f"{name} is a run of {len(trained)} students. Name the folder of one: "
+            f"{RunFolder(path=folder).student(trained[0])}."
+        )
+
+
+def refuse_cache_of_others(config: DumpConfig, out: Path | None) -> None:
+    """Raise IdentityMismatchError if a folder has a cache that was dumped with other settings.
+
+    What the teacher and the text add to the settings is compared later.
+    """
+    if out is None or not (out / MANIFEST).is_file():
+        return
+    from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+
+    identity = read_manifest(out).identity
+    packing = {name: getattr(config, name) for name in ("max_length", "max_tokens", "seed")}
+    there = {name: getattr(identity.packing, name) for name in packing}
+    asked = {"codec": {"name": config.codec}, "packing": {"mode": config.packing, **packing}}
+    known = {"codec": {"name": identity.codec.name}, "packing": {"mode": identity.packing.mode, **there}}
+    refuse_other_cache(out, differing_values(known, asked))
+
+
 def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | None = None) -> None:
     """Raise CorpusError if the first file of a corpus lacks a column that is to be read, or is damaged."""
     if corpus == PYTHON_DOCS or corpus.startswith(HUB_PREFIX):
         return
-    files = [file for file in corpus_files(Path(corpus)) if file.suffix not in TEXT and file.stat().st_size]
+    files = corpus_files(Path(corpus))
+    if len(files) == 1:
+        refuse_other_content(files[0])
+    files = [file for file in files if file.suffix not in TEXT and file.stat().st_size]
     if not files:
         return
     from minilm_cache.corpus.records import read_records  # noqa: PLC0415 - pyarrow takes a while
@@ -148,17 +261,20 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
             check_own_columns(Path(name), config)
 
 
-def refuse_no_task_data(data: str | None, titles: Iterable[str]) -> None:
-    """Raise CorpusError if a folder of published files is not there; the hub is not asked.
+def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
+    """Raise CorpusError if a folder of published files is not there, or lacks a set; the hub is not asked.
 
     Args:
         data: value of `--data`. None means that there is none.
-        titles: titles of the tasks whose files it has.
+        names: names of the tasks whose files it has; tasks of one's own are not asked.
     """
     if data is None or f"{data}:".startswith(HUB_PREFIX):
         return
-    for title in titles:
-        task_folder(Path(data), title)
+    for task in (TASKS[name] for name in TASKS.keys() & {*names}):
+        task_folder(Path(data), task.title)
+        if isinstance(task, TextTask) and task.languages == "one":
+            for set_file in task.dev:
+                file_of(Path(data), task, set_file, kind="dev")
 
 
 def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) -> None:
@@ -224,6 +340,9 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
     from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
 
     identity = read_manifest(Path(cache)).identity
+    check_parts(config)
+    if config.vocab is not None:
+        asked_vocabulary(config.vocab)
     for each in config.each:
         check_codec(each, identity.codec.name)
         check_states(each, identity.states)
@@ -234,7 +353,36 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
         split = split_into(config.objective, config.relation_heads, identity.relation_heads)
         for arch in config.arch:
             compares = config.spec.compares_heads
-            parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
+            shape = parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
+            if config.init == SLICE or config.init_layers is not None:
+                layers_for(shape, identity.teacher.num_layers, config.init_layers)
+
+
+def refuse_no_export(cache: str, *, scores: bool) -> None:
+    """Raise InvalidConfigError if a cache of this machine has no vectors, or no scores, to export."""
+    if not is_url(cache):
+        from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+
+        refuse_no_answers(cache, read_manifest(Path(cache)).identity, scores=scores)
+
+
+def refuse_no_answers_file(config: ImportConfig) -> None:
+    """Raise CorpusError if a file of vectors or scores cannot be read, or lacks a column."""
+    from minilm_cache.dump.answers import check_answers  # noqa: PLC0415 - pyarrow takes a while
+
+    check_answers(config)
+
+
+def refuse_no_texts(config: ExportModelConfig, model: str) -> None:
+    """Raise the error of texts that an export needs and lacks: of the run, a corpus or a cache."""
+    if config.corpus is None:
+        folder = Path(model).resolve()
+        if not is_run(folder) and not is_run(folder.parent.parent):
+            raise no_texts(model)
+    elif is_url(config.corpus) or (Path(config.corpus) / MANIFEST).is_file():
+        refuse_missing(cache=config.corpus)
+    else:
+        refuse_no_text(config.corpus, config.text_column, config.pair_columns)
 
 
 def refuse_unfit(study: "Study", *, here: bool) -> None:
@@ -282,10 +430,7 @@ def _heads_of(cache: DumpConfig | str) -> int | None:
         from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
 
         return read_manifest(Path(cache)).identity.relation_heads
-    folder = locate_teacher(cache.teacher, cache.revision, without_weights=True).folder
-    refuse_no_config(folder)
-    heads = read_json(folder / CONFIG).get("num_attention_heads")
-    return heads if isinstance(heads, int) and heads > 0 else None
+    return Outline.of(cache.teacher, cache.revision).num_heads
 
 
 def refuse_no_runs(folders: Iterable[Path]) -> None:

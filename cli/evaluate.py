@@ -14,12 +14,12 @@ from minilm_cache.cli.early import (
     refuse_no_extra,
     refuse_no_own_data,
     refuse_no_task_data,
+    refuse_too_long,
 )
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
-from minilm_cache.evaluate.tasks import TASKS
 from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def evaluate(
     """
     config = validated(EvaluateConfig, given)
     refuse_missing(models=models, revision=config.revision)
-    refuse_no_task_data(config.data, [TASKS[task].title for task in TASKS.keys() & {*config.task}])
+    refuse_no_task_data(config.data, config.task)
+    refuse_too_long(config.max_length, models, config.revision)
     refuse_no_columns(config)
     refuse_no_extra("eval", for_what="evaluate")
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
@@ -168,6 +169,7 @@ def speed(
     """
     config = validated(SpeedConfig, given)
     refuse_missing(models=models, revision=config.revision)
+    refuse_too_long(max(config.length), models, config.revision, option="--length")
     if config.onnx is not None:
         refuse_no_extra("onnx", for_what="--onnx")
     from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
@@ -228,7 +230,8 @@ def embeddings(
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
-    refuse_no_task_data(config.data, ["STS-B"])
+    refuse_no_task_data(config.data, ["stsb"])
+    refuse_too_long(config.max_length, models, config.revision)
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds

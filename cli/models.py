@@ -10,13 +10,29 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_no_task_data
+from minilm_cache.cli.early import (
+    refuse_missing,
+    refuse_no_extra,
+    refuse_no_task_data,
+    refuse_no_text,
+    refuse_no_texts,
+    refuse_several,
+    refuse_too_long,
+    refuse_uncut,
+)
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
-from minilm_cache.settings import SliceConfig, TokenizeConfig, TrimConfig, TruncateConfig, validated
+from minilm_cache.settings import (
+    SliceConfig,
+    TokenizeConfig,
+    TrimConfig,
+    TruncateConfig,
+    asked_vocabulary,
+    validated,
+)
 
 OutOption = Annotated[
     Path, typer.Option("--out", "-o", help="Folder of the model, which must not exist yet.")
@@ -31,6 +47,8 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     """
     config = validated(HeadConfig, given)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, out=out)
+    refuse_no_text(config.corpus, config.text_column)
+    refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
     from minilm_cache.dump.mlm_head import fit_head  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -70,6 +88,8 @@ def augment(
     """
     config = validated(AugmentConfig, given)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, out=out)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
+    refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
     from minilm_cache.dump.augment import augment as run_augment  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
@@ -103,6 +123,8 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
         arch=[config.arch],
         out=out,
     )
+    refuse_uncut(config)
+    refuse_no_text(config.corpus, config.text_column)
     from minilm_cache.slicing.run import slice_teacher  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -134,7 +156,8 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """
     config = validated(TruncateConfig, given)
-    refuse_missing(teacher=config.teacher, revision=config.revision)
+    refuse_missing(teacher=config.teacher, revision=config.revision, out=out)
+    refuse_uncut(config)
     from minilm_cache.models.truncate import truncate as run_truncate  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
@@ -161,6 +184,8 @@ def trim(
     """
     config = validated(TrimConfig, {**given, "model": model})
     refuse_missing(teacher=config.model, revision=config.revision, out=out)
+    asked_vocabulary(config.vocab)
+    refuse_no_text(config.corpus, config.text_column)
     from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -201,10 +226,12 @@ def export_model(
     """
     config = validated(ExportModelConfig, given)
     refuse_missing(models=[model], revision=config.revision, data=config.retrieval, out=out)
+    refuse_several(model)
     refuse_no_extra(config.runtime, for_what=f"--{config.runtime}")
     if config.retrieval is not None or config.data is not None:
         refuse_no_extra("sentence-transformers", "eval", for_what="a score of vectors")
-        refuse_no_task_data(config.data, ["STS-B"])
+        refuse_no_task_data(config.data, ["stsb"])
+    refuse_no_texts(config, model)
     from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
@@ -240,6 +267,7 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
     """
     config = validated(TokenizeConfig, given)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
+    refuse_no_text(config.corpus, config.text_column)
     from minilm_cache.corpus.tokenise import tokenise_for  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_no_own_data
+from minilm_cache.cli.early import (
+    refuse_missing,
+    refuse_no_extra,
+    refuse_no_own_data,
+    refuse_no_rerankers,
+    refuse_several,
+    refuse_too_long,
+)
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import in_words
 from minilm_cache.cli.interrupt import stoppable_session
@@ -39,6 +46,8 @@ def mine(
     refuse_missing(
         models=[model], revision=config.revision, data=config.retrieval, corpus=config.corpus, out=out
     )
+    refuse_several(model)
+    refuse_too_long(config.max_length, [model], config.revision)
     refuse_no_own_data(config.retrieval, config)
     refuse_no_extra("sentence-transformers", "eval", for_what="mine")
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
@@ -80,6 +89,9 @@ def rerank(
     refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
     refuse_no_own_data(config.retrieval, config)
     refuse_no_extra("sentence-transformers", "eval", for_what="rerank")
+    refuse_no_rerankers(models, config.revision)
+    refuse_several(config.first_stage)
+    refuse_too_long(config.max_length, named, config.revision)
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

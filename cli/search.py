@@ -51,14 +51,16 @@ def search(
     Example: minilm-cache search notes.cache --speedup 4 --objective embedding --out found
     """
     config = validated(SearchConfig, given)
-    validated(TrainConfig, {**train, "arch": ("1x12",)})  # says what is wrong before torch is there
+    widths = [width.strip() for width in (config.widths or "").split(",")]
+    arch = tuple(f"1x{width}" for width in widths if width.isdecimal())
+    probe = validated(TrainConfig, {**train, "init_layers": None, "arch": arch or ("1x12",)})
     refuse_file(out)
     refuse_missing(cache=cache)
     runtime = config.runtime.removesuffix("-int8")
     if runtime != "torch":
         refuse_no_extra(runtime, for_what=f"--runtime {config.runtime}")
     if cache is not None:
-        refuse_unserved(validated(TrainConfig, {**train, "arch": ("1x12",)}), cache, has_shapes=False)
+        refuse_unserved(probe, cache, has_shapes=bool(arch))
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
     if os.environ.get("WORLD_SIZE", "1") != "1":

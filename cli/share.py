@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing
+from minilm_cache.cli.early import refuse_missing, refuse_no_answers_file, refuse_no_export
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -141,6 +141,7 @@ def export(
     refuse_missing(cache=cache, out=out)
     if not scores and out.suffix != ".parquet":
         raise InvalidConfigError(f"{out}: vectors are written as Parquet. Give a name that ends in .parquet.")
+    refuse_no_export(cache, scores=scores)
     from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.workflows.export_scores import export_scores  # noqa: PLC0415 - it, too
 
@@ -185,6 +186,7 @@ def import_file(
     has_scores = config.score_columns is not None
     refuse_no_file(config)
     refuse_missing(models=[config.tokenizer])
+    refuse_no_answers_file(config)
     from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

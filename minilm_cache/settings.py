@@ -12,7 +12,7 @@ from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -263,6 +263,40 @@ class TruncateConfig(NamedTeacherSettings):
     group = "Layers"
     layers: str
     """Layers to keep, counted from 0, with commas between them, like 0,1,2."""
+
+
+OF_TEXTS: Final = "texts"
+OF_CACHE: Final = "cache"
+"""Values of `--vocab`: all pieces of the texts that are given, or of a cache's training sequences."""
+
+
+class Asked(NamedTuple):
+    """What `--vocab` asks for."""
+
+    most: int | None
+    """Most pieces that are kept. None means no limit."""
+    file: Path | None
+    """File of pieces, one a line. None means that a text says which ones are kept."""
+
+
+def asked_vocabulary(value: str) -> Asked:
+    """Return what a value of `--vocab` asks for: a number like 8000 or 8k, a file, or another word.
+
+    Raises:
+        InvalidConfigError: there is no such file.
+    """
+    number = re.fullmatch(r"(\d+)(k?)", value)
+    if number is not None:
+        return Asked(int(number[1]) * (1000 if number[2] else 1), None)
+    if value in (OF_TEXTS, OF_CACHE):
+        return Asked(None, None)
+    file = Path(value)
+    if not file.is_file():
+        raise InvalidConfigError(
+            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, or a file that lists "
+            "one a line."
+        )
+    return Asked(None, file)
 
 
 class TrimConfig(RevisionSettings, CorpusSettings):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import ColumnSettings, RevisionSettings
 
 FormName = Literal["torch", "onnx", "onnx-int8", "openvino", "openvino-int8"]
@@ -58,3 +59,11 @@ class ExportModelConfig(RevisionSettings, ColumnSettings):
     def runtime(self) -> Literal["onnx", "openvino"]:
         """What shall run the model."""
         return "onnx" if self.onnx else "openvino"
+
+
+def no_texts(name: str) -> InvalidConfigError:
+    """Return the error of a model that no run trained, where no text is given."""
+    return InvalidConfigError(
+        f"{name} is no student of a run, so its texts are not known. Give --corpus: a cache, or text such as "
+        "it will read."
+    )

@@ -20,7 +20,6 @@ Columns = Mapping[str, Sequence[object]]
 """Values of each column by its name."""
 
 _MAX_BYTES: Final = 2**32
-_ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
 """Largest share of a training set's rows that may lack columns and are left out. QQP has a few of them."""
 _LOADING_ERRORS: Final = (DatasetsError, OSError, ValueError, RuntimeError)
@@ -48,11 +47,6 @@ def data_source(data: str) -> tuple[Path | None, str | None]:
     if data == HUB or data.startswith(f"{HUB}:"):
         return None, data.partition(":")[2] or None
     return Path(data), None
-
-
-def find_file(folder: Path, stem: str) -> Path | None:
-    """Return the .tsv or .jsonl file of a set. None means that there is no such file."""
-    return next((file for ending in _ENDINGS if (file := folder / f"{stem}{ending}").is_file()), None)
 
 
 def read_lines(file: Path) -> list[str]:

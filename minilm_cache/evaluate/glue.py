@@ -10,13 +10,12 @@ from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import (
     Columns,
     Source,
-    find_file,
     load_hub,
     read_lines,
     read_table,
     read_text,
 )
-from minilm_cache.evaluate.tasks import SetFile, TextTask, task_folder
+from minilm_cache.evaluate.tasks import SetFile, TextTask, file_of, find_file, task_folder
 
 _ENGLISH: Final = "en"
 _XTREME: Final = ("sentence1", "sentence2", "gold_label")
@@ -79,17 +78,11 @@ def _read(task: TextTask, source: Source, *, kind: str, set_file: SetFile) -> li
 def _from_folder(task: TextTask, source: Source, *, kind: str, set_file: SetFile) -> list[TextExample]:
     """Return the examples of a set; those of a missing test set are an empty list."""
     assert source.folder is not None
-    folder = task_folder(source.folder, task.title)
-    file = find_file(folder, set_file.stem)
-    if file is not None:
-        table = read_table(file, set_file.columns, note=source.note if kind == "training" else None)
-        return _examples(task, table, where=str(file), texts=task.texts, labelled=kind != "test")
-    if kind == "test":
+    if kind == "test" and find_file(task_folder(source.folder, task.title), set_file.stem) is None:
         return []
-    raise CorpusError(
-        f"{folder} has no {kind} set of {task.title}: neither {set_file.stem}.tsv nor {set_file.stem}.jsonl "
-        f"is there. Give the folder in the official layout, or one that holds it as {task.title}."
-    )
+    file = file_of(source.folder, task, set_file, kind=kind)
+    table = read_table(file, set_file.columns, note=source.note if kind == "training" else None)
+    return _examples(task, table, where=str(file), texts=task.texts, labelled=kind != "test")
 
 
 def _from_hub(task: TextTask, source: Source, set_file: SetFile) -> list[TextExample]:

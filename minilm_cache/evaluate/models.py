@@ -31,7 +31,7 @@ from minilm_cache.models.load import (
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
-from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, runs_of
+from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
 
 
@@ -203,12 +203,9 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))
                 for student in students
             ]
-        elif folder.is_dir() and not (folder / "config.json").is_file():
-            raise TeacherError(
-                f"{folder} is neither a model nor a run: it has no config.json and no {RUN_FILE}. "
-                "Name a folder that has one of them."
-            )
         else:
+            if folder.is_dir():
+                refuse_no_models(folder)
             source = locate_teacher(name, revision)
             trial = source.folder.resolve().parent  # all models that trials keep have one name
             own_name = trial.name if (trial / TRIAL_FILE).is_file() else source.name

@@ -30,6 +30,7 @@ from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankCo
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import is_classifier, read_config
+from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
@@ -191,12 +192,9 @@ def _first(data: OwnData, most: int | None) -> OwnData:
 def _refuse_other_answers(model: Evaluated) -> None:
     """Raise InvalidConfigError for a model that is no cross-encoder of one score."""
     config = read_config(model.folder)
-    if not is_classifier(config) or config.num_labels != 1:
-        what = f"answers with {config.num_labels} classes" if is_classifier(config) else "scores no pairs"
-        raise InvalidConfigError(
-            f"{model.name} {what}; rerank takes cross-encoders with one score. Train one: "
-            "`minilm-cache train CACHE --objective score`."
-        )
+    answers = config.num_labels if is_classifier(config) else None
+    if answers != 1:
+        raise no_reranker(model.name, answers)
 
 
 def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pairs], Scores]:

@@ -16,6 +16,8 @@ from minilm_cache.errors import CorpusError
 from minilm_cache.models.decoding import Decoding
 from minilm_cache.settings import FrozenSettings
 
+_ENDINGS: Final = (".tsv", ".jsonl")
+
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 
@@ -391,3 +393,31 @@ def task_folder(data: Path, title: str) -> Path:
         )
     within = data / title
     return within if within.is_dir() else data
+
+
+def find_file(folder: Path, stem: str) -> Path | None:
+    """Return the .tsv or .jsonl file of a set. None means that there is no such file."""
+    return next((file for ending in _ENDINGS if (file := folder / f"{stem}{ending}").is_file()), None)
+
+
+def file_of(data: Path, task: TextTask, set_file: SetFile, *, kind: str) -> Path:
+    """Return the file of a set of a task in one language.
+
+    Args:
+        data: folder in the official layout, or one that holds it under the task's name.
+        task: the task.
+        set_file: names of the set.
+        kind: what the set is for, such as `dev`, for the message.
+
+    Raises:
+        CorpusError: there is no such folder, or no such file in it.
+    """
+    folder = task_folder(data, task.title)
+    file = find_file(folder, set_file.stem)
+    if file is None:
+        raise CorpusError(
+            f"{folder} has no {kind} set of {task.title}: neither {set_file.stem}.tsv nor "
+            f"{set_file.stem}.jsonl is there. Give the folder in the official layout, or one that holds it "
+            f"as {task.title}."
+        )
+    return file

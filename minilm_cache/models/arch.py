@@ -144,3 +144,55 @@ def refuse_no_state(numbers: Sequence[int], num_layers: int, *, option: str, tea
             f"{option} {max(numbers)}: teacher {teacher} has hidden states 0 (the output of its "
             f"embeddings) to {num_layers}. Choose among them."
         )
+
+
+def spaced_layers(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
+    """Return layers of the teacher at even distances, counted from 0, the last one included."""
+    return tuple((number + 1) * num_teacher_layers // num_layers - 1 for number in range(num_layers))
+
+
+def read_layers(text: str, num_layers: int, option: str, *, ascending: bool = True) -> tuple[int, ...]:
+    """Return layers that are given like `0,2,5`.
+
+    Raises:
+        InvalidConfigError: they are not different numbers of layers, or not ascending.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    layers = tuple(int(part) if part.isdecimal() else num_layers for part in parts)
+    in_order = list(layers) == sorted(layers) or not ascending
+    if not in_order or len(set(layers)) < len(layers) or max(layers) >= num_layers:
+        raise InvalidConfigError(
+            f"{option} {text}: give different numbers from 0 to {num_layers - 1}, "
+            f"{'ascending, ' if ascending else ''}with commas between them."
+        )
+    return layers
+
+
+def layers_for(
+    shape: StudentShape, depth: int, given: str | None, *, option: str = "--init-layers"
+) -> tuple[int, ...]:
+    """Return the teacher's layer for each layer of a student.
+
+    Args:
+        shape: shape of the student.
+        depth: layers of the teacher.
+        given: layers like `0,2,5`. None means layers at even distances, the last one included.
+        option: command-line option that gave them.
+
+    Raises:
+        InvalidConfigError: the student has more layers than the teacher, or another number than given.
+    """
+    if shape.num_layers > depth:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: more layers than the teacher's {depth}, so it cannot be cut from it. Take "
+            "fewer layers, or --init random."
+        )
+    if given is None:
+        return spaced_layers(shape.num_layers, depth)
+    layers = read_layers(given, depth, option)
+    if len(layers) != shape.num_layers:
+        raise InvalidConfigError(
+            f"{option} {given} names {len(layers)} layers, and --arch {shape.arch} has "
+            f"{shape.num_layers}. Name one for each layer of the student."
+        )
+    return layers

@@ -29,10 +29,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.errors import TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import header_of, library_errors, read_config_file, weight_files
+from minilm_cache.models.outline import says_classifier, too_long
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -108,7 +109,7 @@ def quietly() -> Iterator[None]:
 
 def is_classifier(config: PreTrainedConfig) -> bool:
     """Return whether a configuration is that of a model which classifies sequences, or gives them a score."""
-    return any("SequenceClassification" in name for name in config.architectures or ())
+    return says_classifier(config.architectures)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -354,17 +355,12 @@ def check_positions(
     """
     max_length = ids.shape[1]
     limit = getattr(config, "max_position_embeddings", max_length)
-    fits = max_length <= limit
+    if max_length > limit:
+        raise too_long(max_length, limit, name=name, option=option)
     try:
-        if fits:
-            read(ids)
-    except (IndexError, RuntimeError):  # some families reserve positions for themselves
-        fits = False
-    if not fits:
-        raise InvalidConfigError(
-            f"{option} {max_length} is more than {name} has positions for "
-            f"(its configuration says {limit}, special positions included). Choose a smaller one."
-        )
+        read(ids)
+    except (IndexError, RuntimeError) as error:  # some families reserve positions for themselves
+        raise too_long(max_length, limit, name=name, option=option) from error
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

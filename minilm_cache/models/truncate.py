@@ -8,7 +8,8 @@ from pathlib import Path
 
 import safetensors
 
-from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.errors import first_line
+from minilm_cache.models.arch import read_layers
 from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, quietly
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.settings import TruncateConfig
@@ -59,12 +60,7 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
     source = locate_teacher(config.teacher, config.revision)
     model, tokenizer = load_model(source.folder), load_tokenizer(source.folder)
     depth = model.config.num_hidden_layers
-    chosen = tuple(int(part) if part.strip().isdecimal() else depth for part in config.layers.split(","))
-    if max(chosen) >= depth or len(set(chosen)) < len(chosen):
-        raise InvalidConfigError(
-            f"--layers {config.layers}: give different numbers from 0 to {depth - 1}, with commas between "
-            "them."
-        )
+    chosen = read_layers(config.layers, depth, "--layers", ascending=False)
     refuse_existing(out)
     with saving("write", out), new_folder(out) as folder:
         keep_layers(model, chosen).save_pretrained(folder)

@@ -6,14 +6,13 @@ the tokenizer needs to find the others stays: see `Pieces.always` and `Pieces.wi
 
 import copy
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,6 @@ _TOKEN_SETTINGS: Final = (
 """Settings of a model that are ids of tokens."""
 _OLDER_FILES: Final = ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json")
 """Files of a tokenizer that tokenizer.json replaces, and that would bring all pieces back."""
-OF_TEXTS: Final = "texts"
-OF_CACHE: Final = "cache"
-"""Values of `--vocab`: all pieces of the texts that are given, or of a cache's training sequences."""
 _BATCH: Final = 1000
 """Texts that are read at a time."""
 _LARGEST_DIFFERENCE: Final = 1e-4
@@ -62,35 +58,6 @@ class Coverage:
             f"{self.texts:.1%} of texts are cut as before, {self.tokens:.2%} of tokens are kept, "
             f"{self.unknown:.2%} are unknown"
         )
-
-
-class Asked(NamedTuple):
-    """What `--vocab` asks for."""
-
-    most: int | None
-    """Most pieces that are kept. None means no limit."""
-    file: Path | None
-    """File of pieces, one a line. None means that a text says which ones are kept."""
-
-
-def asked_vocabulary(value: str) -> Asked:
-    """Return what a value of `--vocab` asks for: a number like 8000 or 8k, a file, or another word.
-
-    Raises:
-        InvalidConfigError: there is no such file.
-    """
-    number = re.fullmatch(r"(\d+)(k?)", value)
-    if number is not None:
-        return Asked(int(number[1]) * (1000 if number[2] else 1), None)
-    if value in (OF_TEXTS, OF_CACHE):
-        return Asked(None, None)
-    file = Path(value)
-    if not file.is_file():
-        raise InvalidConfigError(
-            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, or a file that lists "
-            "one a line."
-        )
-    return Asked(None, file)
 
 
 class Pieces:

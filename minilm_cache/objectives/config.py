@@ -360,6 +360,8 @@ def check_states(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
     """Raise InvalidConfigError for an objective that needs a kind of states of which a cache holds none."""
     objective, needs, held = config.objective, config.spec.needs, held_signals(stored)
     check_pooled(config, stored)
+    if stored is not None and stored.pooled is not None:
+        shorter_widths(config, stored.pooled.width)
     kinds = {name.signal for name in held}
     missing = [words for kind, words in _states_of(needs).items() if kind not in kinds]
     if missing:
@@ -377,6 +379,24 @@ def check_pooled(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
             f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
             f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
         )
+
+
+def shorter_widths(config: ObjectiveConfig, width: int) -> tuple[int, ...]:
+    """Return the shorter widths at which vectors are compared, too, the greatest one first.
+
+    Args:
+        config: settings of the objective.
+        width: width of a cache's pooled vectors.
+
+    Raises:
+        InvalidConfigError: one is not below it.
+    """
+    widths = tuple(sorted(set(config.matryoshka), reverse=True))
+    if widths and widths[0] >= width:
+        raise InvalidConfigError(
+            f"--matryoshka {widths[0]}: the vectors of this cache have {width} dimensions. Give fewer."
+        )
+    return widths
 
 
 def _states_of(needs: Needs) -> dict[str, str]:

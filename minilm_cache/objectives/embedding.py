@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler, projection_to
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
@@ -21,7 +20,7 @@ from minilm_cache.objectives.base import (
     StudentObjective,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig, shorter_widths
 from minilm_cache.objectives.several import cosine_spread, first_vectors
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import POOLED, Pooling
@@ -206,7 +205,7 @@ class Embedding(ObjectiveKind):
         """Return the pooled vectors."""
         states = request.cache.manifest.identity.states
         if states is not None and states.pooled is not None:
-            _shorter_widths(request.config, states.pooled.width)
+            shorter_widths(request.config, states.pooled.width)
         return WantedTargets(kinds=(), signals=(POOLED,), others=request.others)
 
     def build(
@@ -226,7 +225,7 @@ class Embedding(ObjectiveKind):
             student.hidden_size,
             student.num_layers,
             losses=losses,
-            widths=_shorter_widths(request.config, states.pooled.width),
+            widths=shorter_widths(request.config, states.pooled.width),
             references=reference_vectors(request) if {CENTRED, NEIGHBOURS} & losses.keys() else None,
             temperature=request.config.temperature,
             has_several=request.others is not None,
@@ -237,12 +236,3 @@ def _weights(config: ObjectiveConfig) -> dict[str, float]:
     """Return the weight of each comparison."""
     given = [text.partition("=") for text in config.loss or (COSINE,)]
     return {name: float(weight or 1) for name, _, weight in given}
-
-
-def _shorter_widths(config: ObjectiveConfig, width: int) -> tuple[int, ...]:
-    widths = tuple(sorted(set(config.matryoshka), reverse=True))
-    if widths and widths[0] >= width:
-        raise InvalidConfigError(
-            f"--matryoshka {widths[0]}: the vectors of this cache have {width} dimensions. Give fewer."
-        )
-    return widths

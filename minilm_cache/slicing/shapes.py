@@ -5,61 +5,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.families import family_of
 from minilm_cache.slicing.parts import refuse_unsliceable
-
-
-def spaced_layers(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
-    """Return layers of the teacher at even distances, counted from 0, the last one included."""
-    return tuple((number + 1) * num_teacher_layers // num_layers - 1 for number in range(num_layers))
-
-
-def read_layers(text: str, num_layers: int, option: str) -> tuple[int, ...]:
-    """Return layers that are given like `0,2,5`.
-
-    Raises:
-        InvalidConfigError: they are not different numbers of layers, ascending.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    layers = tuple(int(part) if part.isdecimal() else num_layers for part in parts)
-    if list(layers) != sorted(set(layers)) or layers[-1] >= num_layers:
-        raise InvalidConfigError(
-            f"{option} {text}: give different numbers from 0 to {num_layers - 1}, ascending, with commas "
-            "between them."
-        )
-    return layers
-
-
-def layers_for(
-    shape: StudentShape, teacher: PreTrainedConfig, given: str | None, *, option: str = "--init-layers"
-) -> tuple[int, ...]:
-    """Return the teacher's layer for each layer of a student.
-
-    Args:
-        shape: shape of the student.
-        teacher: configuration of the teacher.
-        given: layers like `0,2,5`. None means layers at even distances, the last one included.
-        option: command-line option that gave them.
-
-    Raises:
-        InvalidConfigError: the student has more layers than the teacher, or another number than given.
-    """
-    depth = teacher.num_hidden_layers
-    if shape.num_layers > depth:
-        raise InvalidConfigError(
-            f"--arch {shape.arch}: more layers than the teacher's {depth}, so it cannot be cut from it. Take "
-            "fewer layers, or --init random."
-        )
-    if given is None:
-        return spaced_layers(shape.num_layers, depth)
-    layers = read_layers(given, depth, option)
-    if len(layers) != shape.num_layers:
-        raise InvalidConfigError(
-            f"{option} {given} names {len(layers)} layers, and --arch {shape.arch} has "
-            f"{shape.num_layers}. Name one for each layer of the student."
-        )
-    return layers
 
 
 def check_cut(
@@ -81,7 +29,7 @@ def check_cut(
         InvalidConfigError: the shape cannot be cut from this teacher; the message says why.
     """
     check_sizes(shape, teacher)
-    return layers_for(shape, teacher, layers, option=option)
+    return layers_for(shape, teacher.num_hidden_layers, layers, option=option)
 
 
 def check_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:

@@ -16,7 +16,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.checked import digest_bytes, read_checked
 from minilm_cache.store.durable import is_vacant, storage_errors, wait_for, write_file
-from minilm_cache.store.layout import COMMITS, CREATE_LOCK, MANIFEST, below
+from minilm_cache.store.layout import COMMITS, CREATE_LOCK, MANIFEST, below, refuse_other_cache
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 from minilm_cache.wording import differing_values
 
@@ -200,9 +200,5 @@ def _same(content: bytes, name: str, *, target: RemoteFolder, identity: CacheIde
     """
     manifest = parse(CacheManifest, content, f"{target.url}/{name}")
     differing = differing_values(manifest.identity.model_dump(mode="json"), identity.model_dump(mode="json"))
-    if words := ", ".join(differing):
-        raise IdentityMismatchError(
-            f"{target.url} holds another cache, which differs in {words}. Choose another --out, or repeat "
-            "the settings of the first dump."
-        )
+    refuse_other_cache(target.url, differing)
     return manifest

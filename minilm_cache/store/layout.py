@@ -1,12 +1,15 @@
 """Paths below a cache's root, and sizes of shards. Does no I/O but `below`."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheNotFoundError,
+    IdentityMismatchError,
+    InvalidConfigError,
 )
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
@@ -68,6 +71,33 @@ def refuse_no_cache(root: Path) -> None:
         raise CacheNotFoundError(
             f"no cache at {root}: {lacking}."
             f"{described_otherwise(root) or ' Make one with `minilm-cache dump`, or check the path.'}"
+        )
+
+
+def refuse_no_answers(place: str | Path, identity: CacheIdentity, *, scores: bool) -> None:
+    """Raise InvalidConfigError for a cache without pooled vectors, or without scores if they are wanted."""
+    states = identity.states
+    if scores and (states is None or states.num_classes is None):
+        raise InvalidConfigError(
+            f"{place} holds no scores or answers of a teacher. Dump a cache with --logits, or import scores."
+        )
+    if not scores and (states is None or states.pooled is None):
+        raise InvalidConfigError(
+            f"{place} holds no pooled vectors. Dump a cache with --for embedding, or add them with --pooled."
+        )
+
+
+def refuse_other_cache(place: str | Path, differing: Iterable[str]) -> None:
+    """Raise IdentityMismatchError if a place has another cache than the one that is to be dumped there.
+
+    Args:
+        place: folder or URL.
+        differing: where they differ, as `wording.differing_values` says it.
+    """
+    if words := ", ".join(differing):
+        raise IdentityMismatchError(
+            f"{place} holds another cache, which differs in {words}. Choose another --out, or repeat the "
+            "settings of the first dump."
         )
 
 

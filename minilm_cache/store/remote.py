@@ -44,7 +44,13 @@ from minilm_cache.store.durable import (
 )
 from minilm_cache.store.index import CommittedShards
 from minilm_cache.store.object_store import BucketFiles, refuse_bad_variables, request, variables_in
-from minilm_cache.store.urls import is_url, without_secrets
+from minilm_cache.store.urls import (
+    DENIED_REMEDY,
+    OBJECT_STORES,
+    STORE_REMEDY,
+    parts_of_url,
+    without_secrets,
+)
 
 Result = TypeVar("Result")
 
@@ -97,11 +103,6 @@ def for_each(
         return list(threads.map(guarded, numbers))  # an error cancels those that have not begun
 
 
-OBJECT_STORES: Final = ("s3", "gs", "az")
-"""URL schemes that are opened through obstore."""
-_FILE_SYSTEMS: Final = ("hf", "file")
-"""URL schemes that are opened through fsspec; its other schemes fetch, chain or interpret parts of a URL."""
-
 _DENIED: Final = (
     PermissionError,
     obstore.exceptions.PermissionDeniedError,
@@ -110,10 +111,6 @@ _DENIED: Final = (
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
 _DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", "169.254.16", "169.254.17")
 """What errors say that have no type of their own. The last are servers that are asked where no key is set."""
-_DENIED_REMEDY: Final = (
-    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
-)
 _RETRY_REMEDY: Final = (
     "Check the URL and the network and run the same command again: what has arrived is kept"
 )
@@ -149,7 +146,7 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
                 f"cannot {doing} {url}: there is no such bucket. Check its name, or create it."
             ) from error
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
-        remedy, kind = (_DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
+        remedy, kind = (DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
         raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
 
 
@@ -373,26 +370,15 @@ def open_store(url: str) -> RemoteFolder:
         InvalidConfigError: the kind of store is not known, or the URL names no bucket, or it holds a password
             or a signature.
     """
-    scheme, _, rest = url.partition("://") if is_url(url) else ("file", "", url)
-    place, (bucket, _, path) = url.rstrip("/"), rest.rstrip("/").partition("/")
+    scheme, bucket, path = parts_of_url(url)
+    place = url.rstrip("/")
     shown = without_secrets(place)
-    known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, *_FILE_SYSTEMS))
-    remedy = f"Give a path, or a URL that begins with one of {known}"
-    if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
-        raise InvalidConfigError(f"cannot open {shown}: no store of this kind is known. {remedy}.")
-    if is_url(place) and shown != place:
-        raise InvalidConfigError(
-            f"cannot open {shown}: the URL holds a password or a signature, which would end up in run.json "
-            f"and in logs. Leave it out. {_DENIED_REMEDY}."
-        )
-    if not (path or bucket if scheme == "file" else bucket):
-        raise InvalidConfigError(f"cannot open {url}: it names no bucket and no folder. {remedy}.")
     if scheme in OBJECT_STORES:
         return RemoteFolder(place, _bucket(scheme, bucket, shown), path)
     try:
         filesystem, path = fsspec.core.url_to_fs(place, skip_instance_cache=True)
     except (ValueError, TypeError, ImportError) as error:
-        raise InvalidConfigError(f"cannot open {shown}: {first_line(error)}. {remedy}.") from error
+        raise InvalidConfigError(f"cannot open {shown}: {first_line(error)}. {STORE_REMEDY}.") from error
     return RemoteFolder(place, _FileSystem(filesystem), path.rstrip("/"))
 
 

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from minilm_cache.errors import InvalidConfigError
+
 _SECRET_AUTHORITY: Final = re.compile(
     r"(?P<scheme>(?<![\w./])(?:[A-Za-z][A-Za-z0-9+.-]*:[/\\]*|[/\\]{2}))(?P<secret>[^\s:@]*:(?:[^\s@]+@)+)"
 )
@@ -38,3 +40,39 @@ def without_secrets(url: str) -> str:
 def hide_secrets(message: str) -> str:
     """Return a message without passwords and signatures of URLs, however the URLs are written."""
     return _QUERY.sub(r"\g<place>", _SECRET_AUTHORITY.sub(r"\g<scheme>", message))
+
+
+OBJECT_STORES: Final = ("s3", "gs", "az")
+"""URL schemes that are opened through obstore."""
+_FILE_SYSTEMS: Final = ("hf", "file")
+"""URL schemes that are opened through fsspec; its other schemes fetch, chain or interpret parts of a URL."""
+STORE_REMEDY: Final = (
+    "Give a path, or a URL that begins with one of "
+    f"{', '.join(f'{name}://' for name in (*OBJECT_STORES, *_FILE_SYSTEMS))}"
+)
+DENIED_REMEDY: Final = (
+    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
+)
+
+
+def parts_of_url(url: str) -> tuple[str, str, str]:
+    """Return the scheme, the bucket and the path of a URL of a store; a path has the scheme `file`.
+
+    Raises:
+        InvalidConfigError: the kind of store is not known, or the URL names no bucket, or it holds a password
+            or a signature.
+    """
+    scheme, _, rest = url.partition("://") if is_url(url) else ("file", "", url)
+    place, (bucket, _, path) = url.rstrip("/"), rest.rstrip("/").partition("/")
+    shown = without_secrets(place)
+    if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
+        raise InvalidConfigError(f"cannot open {shown}: no store of this kind is known. {STORE_REMEDY}.")
+    if is_url(place) and shown != place:
+        raise InvalidConfigError(
+            f"cannot open {shown}: the URL holds a password or a signature, which would end up in run.json "
+            f"and in logs. Leave it out. {DENIED_REMEDY}."
+        )
+    if not (path or bucket if scheme == "file" else bucket):
+        raise InvalidConfigError(f"cannot open {url}: it names no bucket and no folder. {STORE_REMEDY}.")
+    return scheme, bucket, path

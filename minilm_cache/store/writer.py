@@ -61,6 +61,7 @@ from minilm_cache.store.layout import (
     below,
     commit_path,
     lock_path,
+    refuse_other_cache,
     sequences_path,
     shard_files,
 )
@@ -201,11 +202,7 @@ class CacheWriter:
         names_ranges = bool(existing.shards) or not is_damaged(self.root, existing, RANGES)
         if not differing and names_ranges and read_ranges(self.root, existing) != self.ranges:
             differing = ["the sequences of its shards"]
-        if differing:
-            raise IdentityMismatchError(
-                f"{self.root} holds another cache, which differs in {', '.join(differing)}. "
-                "Choose another --out, or repeat the settings of the first dump."
-            )
+        refuse_other_cache(self.root, differing)
         self.manifest = existing
 
     def _read_manifest(self) -> CacheManifest:

@@ -163,6 +163,25 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
         return self
 
 
+def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
+    """Raise InvalidConfigError for a batch that does not divide into the parts of a step.
+
+    Texts are compared with those of the same part, so a part of one text would teach `similarity` nothing.
+    """
+    num_parts = config.accumulate * num_ranks
+    if config.batch_size % num_parts:
+        raise InvalidConfigError(
+            f"--batch-size {config.batch_size} does not divide into {num_parts} parts (--accumulate times "
+            f"the number of processes). Take a multiple of {num_parts}."
+        )
+    compares_texts = bool(config.matryoshka) or any(text.startswith("similarity") for text in config.loss)
+    if compares_texts and config.batch_size == num_parts:
+        raise InvalidConfigError(
+            f"--loss similarity and --matryoshka compare the texts of a part, and each of the {num_parts} "
+            "parts has one. Take a larger --batch-size, or fewer --accumulate."
+        )
+
+
 class CostConfig(FrozenSettings):
     """Trainings whose cost is estimated."""
 

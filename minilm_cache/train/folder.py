@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.errors import IdentityMismatchError, TeacherError
+from minilm_cache.models.locate import CONFIG
 from minilm_cache.store.durable import linked_part
 
 VIA: Final = "-via-"
@@ -98,3 +99,12 @@ def runs_of(folder: Path) -> list[Path]:
     runs = sorted(file.parent for file in folder.glob(f"runs/*/{RUN_FILE}"))
     names = {run.name for run in runs}
     return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]
+
+
+def refuse_no_models(folder: Path) -> None:
+    """Raise TeacherError for a folder that holds neither a model nor runs."""
+    if not (folder / CONFIG).is_file() and not is_run(folder) and not runs_of(folder):
+        raise TeacherError(
+            f"{folder} is neither a model nor a run: it has no {CONFIG} and no {RUN_FILE}. Name a folder "
+            "that has one of them."
+        )

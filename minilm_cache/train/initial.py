@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import (
     keep_layers,
@@ -24,7 +24,7 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
-from minilm_cache.slicing.shapes import check_cut, check_sizes, layers_for, take_layer_types
+from minilm_cache.slicing.shapes import check_cut, check_sizes, take_layer_types
 from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -371,7 +371,7 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
     elif config.init == EMBEDDINGS:
         check_sizes(shape, teacher)
     elif config.init == TEACHER_LAYERS:
-        layers_for(shape, teacher, config.init_layers)
+        layers_for(shape, teacher.num_hidden_layers, config.init_layers)
         own = (shape.hidden_size, shape.num_heads)
         if own != (teacher.hidden_size, teacher.num_attention_heads):
             raise InvalidConfigError(
@@ -428,7 +428,7 @@ class _FromTeacher:
         if self.weights.is_donor:
             teacher = self.weights.config
         if init == TEACHER_LAYERS:
-            layers = layers_for(shape, teacher, self.config.init_layers)
+            layers = layers_for(shape, teacher.num_hidden_layers, self.config.init_layers)
             source = [self.weights.sha256, *([self.weights.config_sha256] if self.weights.is_donor else [])]
             return LayerWeights(
                 kind=ANOTHER_MODEL if self.weights.is_donor else init,

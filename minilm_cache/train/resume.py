@@ -7,7 +7,7 @@ from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidCon
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
-from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, first_config
+from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
 from minilm_cache.train.initial import Beginnings
 from minilm_cache.train.ranks import refuse_ranks
@@ -19,7 +19,6 @@ from minilm_cache.train.record import (
     load_record,
     refuse_other_run,
 )
-from minilm_cache.train.sampler import check_parts
 from minilm_cache.train.setup import num_steps
 
 

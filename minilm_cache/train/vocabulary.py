@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.models.vocabulary import OF_TEXTS, Coverage, Pieces, Vocabulary, asked_vocabulary
+from minilm_cache.models.vocabulary import Coverage, Pieces, Vocabulary
+from minilm_cache.settings import OF_TEXTS, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.train.card import cached_tokenizer, student_prompts
 from minilm_cache.train.config import TrainConfig

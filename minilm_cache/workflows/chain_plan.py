@@ -27,13 +27,25 @@ from minilm_cache.storage_schema.upgrades import (
     without_defaults,
 )
 from minilm_cache.store.durable import bounded_bytes
-from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_config, with_preset
+from minilm_cache.train.config import (
+    FROM_TEACHER,
+    RANDOM,
+    TrainConfig,
+    check_parts,
+    first_config,
+    with_preset,
+)
 from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.sampler import check_parts
 from minilm_cache.wording import differing_values
-from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, ChainConfig, naming_settings
+from minilm_cache.workflows.config import (
+    NEEDS_OF_CHAINS,
+    NOT_OF_A_CHAIN,
+    ChainConfig,
+    naming_settings,
+    refuse_lacking,
+)
 from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
 
@@ -113,13 +125,8 @@ def read_chain(
     if named is not None and not isinstance(named, str):
         raise InvalidConfigError(f"{path}, train.preset: a preset is a name.")
 
-    for flag, is_given in {
-        "--teacher": "teacher" in {**document.dump, **dump},
-        "--arch": "arch" in {**stated, **train},
-        "--assistant": bool(document.assistants or chain.get("assistants")),
-    }.items():
-        if not is_given:
-            raise InvalidConfigError(f"{flag} is missing. Give it, or a CHAIN.yaml that says it.")
+    assistants = document.assistants or chain.get("assistants", ())
+    refuse_lacking(dump={**document.dump, **dump}, train={**stated, **train}, assistants=assistants)
 
     for key in NOT_OF_A_CHAIN & document.dump.keys():
         assert source is not None

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.evaluate.settings import RECORDS
+from minilm_cache.evaluate.settings import RECORDS, is_own_task
 from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.objectives.spec import Needs
 from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings
@@ -60,6 +60,20 @@ class ChainConfig(FrozenSettings):
     """Shape of an assistant; may be repeated, and then each assistant learns from the one before."""
     compare_direct: bool = False
     """Also train the students directly from the teacher, to compare them."""
+
+
+def refuse_lacking(*, dump: Collection[str], train: Collection[str], assistants: Collection[str]) -> None:
+    """Raise InvalidConfigError if a chain has no teacher, no shape of a student, or no assistant.
+
+    Args:
+        dump: names of the settings of `DumpConfig` that are given.
+        train: names of the settings of `TrainConfig` that are given.
+        assistants: shapes of the assistants.
+    """
+    given = {"--teacher": "teacher" in dump, "--arch": "arch" in train, "--assistant": bool(assistants)}
+    for flag, is_given in given.items():
+        if not is_given:
+            raise InvalidConfigError(f"{flag} is missing. Give it, or a CHAIN.yaml that says it.")
 
 
 class SearchTextConfig(CorpusSettings, RevisionSettings):
@@ -153,6 +167,20 @@ class TaskStageConfig(FrozenSettings):
     """File with the same columns that a task of your own is scored on."""
 
 
+def numbers_of(text: str | None, option: str) -> list[int]:
+    """Return the numbers that an option gives with commas between them, ascending; none for None.
+
+    Raises:
+        InvalidConfigError: it gives something else.
+    """
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 2**16 for part in parts):
+        raise InvalidConfigError(f"{option} {text}: give whole numbers with commas between them, like 2,4.")
+    return sorted(set(map(int, parts)))
+
+
 class SearchConfig(FrozenSettings):
     """Settings of a search for the best shape within a budget, beside those of the trainings."""
 
@@ -198,4 +226,60 @@ class SearchConfig(FrozenSettings):
             raise ValueError("--max-latency-ms and --speedup both say how fast a student has to be: give one")
         if (self.max_latency_ms, self.speedup, self.max_parameters, self.max_bytes) == (None,) * 4:
             raise ValueError("give a budget: --max-latency-ms, --speedup, --max-parameters or --max-bytes")
+        for name in ("layers", "widths", "feed_forward", "embedding_widths"):
+            numbers_of(getattr(self, name), f"--{name.replace('_', '-')}")
         return self
+
+
+_OF_OTHER_TEXTS: Final = (
+    *("corpus", "text_column", "documents", "pair_columns", "packing", "codec", "logits"),
+    *("prompt", "prompt_name", "role_column"),
+)
+"""Settings of a dump that say which texts it reads, or what of them is stored."""
+
+
+def check_task_stage(
+    config: TaskStageConfig,
+    *,
+    chain: Collection[str],
+    dump: Mapping[str, Any],
+    train: Mapping[str, Any],
+    others: Mapping[str, object],
+) -> None:
+    """Raise InvalidConfigError for options that a task stage does not have, or that lack.
+
+    Args:
+        config: settings of the stage.
+        chain: names of the settings of `ChainConfig` that are given.
+        dump: settings of `DumpConfig` that are given.
+        train: settings of `TrainConfig` that are given.
+        others: further options of a chain of assistants, by name; None where they are not given.
+    """
+    if config.task is None:
+        given = min(config.model_fields_set)
+        raise InvalidConfigError(f"--{given.replace('_', '-')} goes with --task, and only with it.")
+    of_chains = [name for name, value in others.items() if value is not None]
+    of_chains += ["--assistant" if name == "assistants" else _flag(name) for name in sorted(chain)]
+    texts = [_flag(name) for name in _OF_OTHER_TEXTS if name in dump]
+    learned = [_flag(name) for name in ("objective", "first") if name in train]
+    if config.student is not None and "init" in train:
+        learned.append("--init")
+    for names, what in (
+        (of_chains, "it goes with a chain of assistants, not with --task"),
+        (texts, "--task takes the task's own texts as they are"),
+        (learned, "--task and --student say what students learn and begin with"),
+    ):
+        if names:
+            raise InvalidConfigError(f"{names[0]}: {what}. Leave it out.")
+    if "teacher" not in dump:
+        raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
+    if is_own_task(str(config.task)) and config.dev is None:
+        raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
+    if config.augment is not None and "label_weight" in train:
+        raise InvalidConfigError("--label-weight: copies of texts have no labels. Leave out --augment.")
+    if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
+        raise InvalidConfigError("--copies goes with --augment, and only with it.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -9,12 +9,13 @@ import pyarrow.parquet as pq
 import torch
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.truncate import saving
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import new_file, refuse_existing, remove_partials
+from minilm_cache.store.layout import refuse_no_answers
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer
 
@@ -50,11 +51,10 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
         InterruptedRunError: a stop was requested.
     """
     opened = open_cache(cache, home=session.home)
+    refuse_no_answers(cache, opened.manifest.identity, scores=False)
     states = opened.manifest.identity.states
-    if states is None or states.pooled is None:
-        raise InvalidConfigError(
-            f"{cache} holds no pooled vectors. Dump a cache with --for embedding, or add them with --pooled."
-        )
+    assert states is not None
+    assert states.pooled is not None
     refuse_existing(out, "the file")
     width = states.pooled.width
     session.progress.start("export", len(opened), "sequences")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from minilm_cache.cache import open_cache
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
-from minilm_cache.deploy.config import ExportModelConfig
+from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.deploy.forms import Form, write_form
 from minilm_cache.errors import DeviceError, InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
@@ -145,10 +145,7 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
     if place is None:
         run = model.folder.resolve().parent.parent
         if not is_run(run):
-            raise InvalidConfigError(
-                f"{model.name} is no student of a run, so its texts are not known. Give --corpus: a "
-                "cache, or text such as it will read."
-            )
+            raise no_texts(model.name)
         place = load_record(run).cache
     if is_url(place) or (Path(place) / MANIFEST).is_file() or config.corpus is None:
         cache = open_cache(place, home=session.home)

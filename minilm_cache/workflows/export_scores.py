@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.student import class_names
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.layout import refuse_no_answers
 from minilm_cache.wording import rendered
 from minilm_cache.workflows.texts import texts_of
 
@@ -57,11 +58,10 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     """
     opened = open_cache(cache, home=session.home)
     manifest = opened.manifest
+    refuse_no_answers(cache, manifest.identity, scores=True)
     states = manifest.identity.states
-    if states is None or states.num_classes is None:
-        raise InvalidConfigError(
-            f"{cache} holds no scores or answers of a teacher. Dump a cache with --logits, or import scores."
-        )
+    assert states is not None
+    assert states.num_classes is not None
     refuse_existing(out, "the folder")
     schema = _schema(opened, states.num_classes)
     session.progress.start("export", len(opened), "sequences")

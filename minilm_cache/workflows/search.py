@@ -45,7 +45,7 @@ from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.wording import counted
-from minilm_cache.workflows.config import SearchConfig
+from minilm_cache.workflows.config import SearchConfig, numbers_of
 
 RECORD: Final = "search.json"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
@@ -241,12 +241,12 @@ class _Space:
         teacher = teacher_config(document, manifest)
         heads = manifest.identity.relation_heads
         depth, width = teacher.num_hidden_layers, teacher.hidden_size
-        layers = _numbers(config.layers, "--layers") or [each for each in _LAYERS if each <= depth]
-        widths = _numbers(config.widths, "--widths") or [
+        layers = numbers_of(config.layers, "--layers") or [each for each in _LAYERS if each <= depth]
+        widths = numbers_of(config.widths, "--widths") or [
             round(share * width) for share in _SHARES if not share * width % heads
         ]
-        ratios = _numbers(config.feed_forward, "--feed-forward")
-        tables = _numbers(config.embedding_widths, "--embedding-widths")
+        ratios = numbers_of(config.feed_forward, "--feed-forward")
+        tables = numbers_of(config.embedding_widths, "--embedding-widths")
         if tables and tables[0] >= max(widths):
             raise InvalidConfigError(
                 f"--embedding-widths {config.embedding_widths}: none is below the shapes' widths, which "
@@ -358,16 +358,6 @@ class _Space:
 
 def _run(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> object:
     return model(input_ids=values[IDS], attention_mask=values[MASK])
-
-
-def _numbers(text: str | None, option: str) -> list[int]:
-    """Return numbers with commas between them."""
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) < 2**16 for part in parts):
-        raise InvalidConfigError(f"{option} {text}: give whole numbers with commas between them, like 2,4.")
-    return sorted(set(map(int, parts)))
 
 
 def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:

@@ -41,13 +41,12 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
-from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.study_spec import Assistant, Pass, Study
 
 CSV_FILE = "students.csv"

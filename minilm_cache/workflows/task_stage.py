@@ -6,7 +6,7 @@ the teacher's layers, if wanted, and then its answers, and are scored as they ar
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +14,11 @@ from typing import Any, Final
 from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
+from minilm_cache.errors import IdentityMismatchError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
-from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
+from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
@@ -32,11 +32,6 @@ from minilm_cache.workflows.config import TaskStageConfig
 TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
 """Names of what is made, in the folder of the stage."""
 _STATED: Final = "stage.json"
-_OF_OTHER_TEXTS: Final = (
-    *("corpus", "text_column", "documents", "pair_columns", "packing", "codec", "logits"),
-    *("prompt", "prompt_name", "role_column"),
-)
-"""Settings of a dump that say which texts it reads, or what of them is stored."""
 _MAX_BYTES: Final = 2**20
 
 
@@ -197,50 +192,3 @@ def _write_copies(
     settings = {"teacher": config.augment, "corpus": str(out / TEXTS), "copies": config.copies, **more}
     augment(validated(AugmentConfig, settings), file, session=session)
     return file
-
-
-def check_task_stage(
-    config: TaskStageConfig,
-    *,
-    chain: Collection[str],
-    dump: Mapping[str, Any],
-    train: Mapping[str, Any],
-    others: Mapping[str, object],
-) -> None:
-    """Raise InvalidConfigError for options that a task stage does not have, or that lack.
-
-    Args:
-        config: settings of the stage.
-        chain: names of the settings of `ChainConfig` that are given.
-        dump: settings of `DumpConfig` that are given.
-        train: settings of `TrainConfig` that are given.
-        others: further options of a chain of assistants, by name; None where they are not given.
-    """
-    if config.task is None:
-        given = min(config.model_fields_set)
-        raise InvalidConfigError(f"--{given.replace('_', '-')} goes with --task, and only with it.")
-    of_chains = [name for name, value in others.items() if value is not None]
-    of_chains += ["--assistant" if name == "assistants" else _flag(name) for name in sorted(chain)]
-    texts = [_flag(name) for name in _OF_OTHER_TEXTS if name in dump]
-    learned = [_flag(name) for name in ("objective", "first") if name in train]
-    if config.student is not None and "init" in train:
-        learned.append("--init")
-    for names, what in (
-        (of_chains, "it goes with a chain of assistants, not with --task"),
-        (texts, "--task takes the task's own texts as they are"),
-        (learned, "--task and --student say what students learn and begin with"),
-    ):
-        if names:
-            raise InvalidConfigError(f"{names[0]}: {what}. Leave it out.")
-    if "teacher" not in dump:
-        raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
-    if is_own_task(str(config.task)) and config.dev is None:
-        raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
-    if config.augment is not None and "label_weight" in train:
-        raise InvalidConfigError("--label-weight: copies of texts have no labels. Leave out --augment.")
-    if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
-        raise InvalidConfigError("--copies goes with --augment, and only with it.")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

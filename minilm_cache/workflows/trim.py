@@ -19,9 +19,9 @@ from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving
-from minilm_cache.models.vocabulary import OF_CACHE, Coverage, Pieces, asked_vocabulary, trim_model
+from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import TrimConfig
+from minilm_cache.settings import OF_CACHE, TrimConfig, asked_vocabulary
 from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.wording import rendered
 

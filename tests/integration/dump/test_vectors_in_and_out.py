@@ -12,8 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from minilm_cache.cache import open_cache
+from minilm_cache.dump.answers import read_vectors
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.dump.imported import import_vectors, read_vectors
+from minilm_cache.dump.imported import import_vectors
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED

@@ -1,0 +1,85 @@
+"""What the configuration of a model says, before libraries are imported that take seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.locate import CONFIG, locate_teacher, read_json, refuse_no_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model as its config.json describes it, in the names that most families use for their sizes."""
+
+    name: str
+    num_layers: int | None
+    """None means that only transformers can tell, here and below."""
+    num_heads: int | None
+    positions: int | None
+    """Greatest length of a sequence, with the positions that some families reserve."""
+    answers: int | None
+    """Classes that it tells apart, or 1 for a score. None means that it does not classify."""
+
+    @classmethod
+    def of(cls, name: str, revision: str | None = None) -> "Outline":
+        """Read the configuration of a model; weights are not downloaded.
+
+        Args:
+            name: name of the model, or its folder.
+            revision: revision of a model from the hub. None means the default revision.
+
+        Raises:
+            TeacherError: the model does not exist, or has no configuration that can be read.
+            InvalidConfigError: a revision of a model that is not from the hub.
+        """
+        source = locate_teacher(name, revision, without_weights=True)
+        refuse_no_config(source.folder)
+        config = read_json(source.folder / CONFIG)
+        return cls(
+            name=source.name,
+            num_layers=_number(config.get("num_hidden_layers")),
+            num_heads=_number(config.get("num_attention_heads")),
+            positions=_number(config.get("max_position_embeddings")),
+            answers=_answers(config),
+        )
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _answers(config: dict[str, Any]) -> int | None:
+    if not says_classifier(config.get("architectures")):
+        return None
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, dict) else _number(config.get("num_labels")) or 2
+
+
+def says_classifier(architectures: Sequence[str] | None) -> bool:
+    """Return whether the architectures of a model classify sequences, or give them a score."""
+    return any("SequenceClassification" in str(name) for name in architectures or ())
+
+
+def too_long(length: int, limit: int, *, name: str, option: str) -> InvalidConfigError:
+    """Return the error of a model that has fewer positions than a sequence.
+
+    Args:
+        length: tokens of the sequence.
+        limit: positions of the model.
+        name: name of the model in the message.
+        option: command-line option that set the length.
+    """
+    return InvalidConfigError(
+        f"{option} {length} is more than {name} has positions for (its configuration says {limit}, special "
+        "positions included). Choose a smaller one."
+    )
+
+
+def no_reranker(name: str, answers: int | None) -> InvalidConfigError:
+    """Return the error of a model that is no cross-encoder of one score; `answers` as in `Outline`."""
+    what = "scores no pairs" if answers is None else f"answers with {answers} classes"
+    return InvalidConfigError(
+        f"{name} {what}; rerank takes cross-encoders with one score. Train one: "
+        "`minilm-cache train CACHE --objective score`."
+    )
