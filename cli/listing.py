@@ -14,6 +14,7 @@ from minilm_cache.dump.fidelity import kl_infinite_because
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.urls import is_url
 
 if TYPE_CHECKING:
     from minilm_cache.store.catalogue import CatalogueEntry
@@ -31,7 +32,6 @@ def ls(
     Example: minilm-cache ls s3://team/caches
     """
     from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.store.urls import is_url  # noqa: PLC0415 - with its siblings
 
     place = store or str(cache_home() / "caches")
     is_remote = is_url(place)
@@ -112,7 +112,7 @@ def _runs(folder: Path) -> list[dict[str, Any]]:
 def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
     rows = []
     for entry in entries:
-        name = entry.url.rstrip("/").rsplit("/", 1)[-1]
+        name = entry.url if is_url(place) else Path(entry.url).name  # `pull` takes the URL
         if entry.manifest is None:
             rows.append([name, "-", "-", str(entry.problem)])
             continue

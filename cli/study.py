@@ -110,7 +110,9 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     preview = preview_study(study, folder, cache_home(), here=here)
     if json:
         document = {"assistants": _documents(preview.assistants), "passes": _documents(preview.passes)}
-        print_json({"study": str(folder), "caches": preview.caches, **document})
+        print_json(
+            {"study": str(folder), "caches": preview.caches, **document, "fine_tunings": preview.num_trials}
+        )
         return
     print_table(f"Caches of {folder}", ["cache", "state"], list(map(list, preview.caches.items())))
     rows = [
@@ -121,3 +123,7 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     assistants = f" and {counted(len(preview.assistants), 'assistant')}" if preview.assistants else ""
     title = f"{passes_in_words} {counted(preview.num_students, 'student')}{assistants}"
     print_table(title, ["pass", "students", "objective", "state"], rows)
+    if study.evaluation is not None:
+        tasks = ", ".join(Path(task).name for task in study.evaluation.task)
+        models = f"the teacher and {counted(preview.num_students, 'student')}"
+        print_pairs({"then": f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}"})

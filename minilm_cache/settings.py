@@ -201,6 +201,7 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     unknown = next((problem for problem in problems if problem["type"] == "extra_forbidden"), None)
     if unknown is None:
         message = problems[0]["msg"].removeprefix("Value error, ")
+        message = message.removesuffix(".")  # whoever shows it ends the sentence
         return problems[0], message.replace("a valid dictionary", "a mapping of names to settings")
     return unknown, "there is no such setting" + did_you_mean(str(unknown["loc"][-1]), model.model_fields)
 

@@ -129,11 +129,12 @@ def check_own_columns(file: Path, config: EvaluateConfig) -> None:
     """Raise CorpusError if a task of one's own does not exist, is damaged, or lacks a column."""
     columns = generation_columns(file, config)
     if columns is None:
-        asked = [*(part.strip() for part in config.text_columns.split(",")), config.label_column]
-        options = "--text-columns, --label-column"
+        texts = [part.strip() for part in config.text_columns.split(",")]
+        answer, option = config.label_column, "--label-column"
     else:
-        asked, options = [*columns[0], columns[1]], "--text-columns, --target-column"
-    next(own_rows(file, asked, options), None)
+        (texts, answer), option = columns, "--target-column"
+    next(own_rows(file, texts, "--text-columns"), None)
+    next(own_rows(file, [answer], option), None)
 
 
 def own_rows(

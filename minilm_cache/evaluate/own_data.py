@@ -3,13 +3,14 @@
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.settings import FurtherTexts, refuse_no_data
+from minilm_cache.session import Session
 
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of right documents that are no query."""
@@ -25,7 +26,7 @@ class OwnData:
     """For each query, the grade of each document that is right, above 0."""
 
 
-def own_data(path: Path, beside: FurtherTexts, *, home: Path | None) -> OwnData:
+def own_data(path: Path, beside: FurtherTexts, *, session: Session) -> OwnData:
     """Return the data that settings name, with the documents of a corpus beside those of the data.
 
     A text of the corpus that is a document already, but for white space, is not added again.
@@ -33,7 +34,8 @@ def own_data(path: Path, beside: FurtherTexts, *, home: Path | None) -> OwnData:
     Args:
         path: folder in BEIR's layout, or a .jsonl file.
         beside: which corpus is searched, too.
-        home: folder of what is kept of texts from the hub. None means the user's.
+        session: its home is the folder of what is kept of texts from the hub. Its progress is told how many
+            right documents are a part of a text of the corpus, which counts as wrong.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
@@ -43,7 +45,7 @@ def own_data(path: Path, beside: FurtherTexts, *, home: Path | None) -> OwnData:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
 
-    corpus = load_corpus(beside.corpus, beside.text_column, beside.documents, home=home)
+    corpus = load_corpus(beside.corpus, beside.text_column, beside.documents, home=session.home)
     known = {" ".join(text.split()) for text in data.documents.values()}
     further = {" ".join(text.split()): text.strip() for text in corpus.texts()}
     name = "corpus"
@@ -51,7 +53,19 @@ def own_data(path: Path, beside: FurtherTexts, *, home: Path | None) -> OwnData:
         name += "+"
     texts = [text for words, text in further.items() if words not in known]
     added = {f"{name} {number}": text for number, text in enumerate(texts)}
+    if num_parts := _num_parts(data, further.keys() - known):
+        session.progress.note(
+            f"{num_parts} of the right documents of {path.name} are a part of a longer one of "
+            f"{beside.corpus}, and finding that one counts as wrong. Take whole documents as answers."
+        )
     return replace(data, documents={**added, **data.documents})
+
+
+def _num_parts(data: OwnData, further: Iterable[str]) -> int:
+    """Return how many documents that are right for a query are a part of a further text."""
+    joined = "\n".join(further)
+    right = {document for documents in data.right.values() for document in documents}
+    return sum(" ".join(data.documents[document].split()) in joined for document in right)
 
 
 def read_own_data(path: Path) -> OwnData:

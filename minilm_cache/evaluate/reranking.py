@@ -75,7 +75,7 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
         InterruptedRunError: a stop was requested.
     """
     refuse_existing(out)
-    data = own_data(config.retrieval, config, home=session.home)
+    data = own_data(config.retrieval, config, session=session)
     found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
     drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0
     with storage_errors("write", out), new_file(out) as opened:
@@ -167,7 +167,7 @@ def compare_rerankers(
             `max_length`.
         InterruptedRunError: a stop was requested.
     """
-    data = _first(own_data(config.retrieval, config, home=session.home), config.max_queries)
+    data = _first(own_data(config.retrieval, config, session=session), config.max_queries)
     models = find_models(names, config.revision, untrained=False)
     for model in models:
         _refuse_other_answers(model)

@@ -74,7 +74,7 @@ def compare_retrieval(
         InterruptedRunError: a stop was requested.
     """
     assert config.retrieval is not None
-    data = own_data(config.retrieval, config, home=session.home)
+    data = own_data(config.retrieval, config, session=session)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     session.progress.note(

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.store.layout import described_otherwise
+from minilm_cache.wording import did_you_mean
 
 CONFIG: Final = "config.json"
 _MAX_JSON_BYTES: Final = 2**23
@@ -73,10 +74,11 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
             f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        meant = did_you_mean(name, [MINI, *ALIASES])
         is_what = f"{name} is {identifier} of the hub" if name in ALIASES else f"there is no folder {name}"
         raise TeacherError(
-            f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name and the network, "
-            "or give a folder."
+            f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name{meant} and the "
+            f"network, or give a folder or one of the names {', '.join([MINI, *ALIASES])}."
         ) from error
     return TeacherSource(name=name, folder=Path(local))
 

@@ -169,7 +169,8 @@ class TrainedRun(Described):
         for student in self:
             if student.arch == arch:
                 return student
-        raise KeyError(f"run {self.path} has no student {arch}")
+        known = ", ".join(student.arch for student in self)
+        raise KeyError(f"run {self.path} has no student {arch}; it has {known or 'none'}")
 
     @property
     def is_compared_with_own(self) -> bool:

@@ -384,6 +384,8 @@ def load_record(folder: Path) -> RunRecord:
         IdentityMismatchError: the record is damaged.
     """
     file = RunFolder(path=folder).record
+    if not folder.exists():
+        raise InvalidConfigError(f"there is no folder {folder}. Give that of a run, which train made.")
     if not file.exists():
         raise InvalidConfigError(
             f"{folder} is not a run: {file.name} is "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CacheCorruptError
+from minilm_cache.evaluate.tasks import OWN_GENERATION, TASKS
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
@@ -57,6 +58,8 @@ class Preview:
     """Trainings of assistants, and their states."""
     passes: list[tuple[Pass, str]]
     """Passes of students, and their states."""
+    num_trials: int
+    """Fine-tunings of the teacher and of the students; a task that trains on each language has more."""
 
     @property
     def num_students(self) -> int:
@@ -90,4 +93,14 @@ def preview_study(study: Study, folder: Path, home: Path, *, here: bool = True) 
         },
         assistants=states(assistant.training for assistant in study.made.values()),
         passes=states(study.passes),
+        num_trials=_num_trials(study),
     )
+
+
+def _num_trials(study: Study) -> int:
+    config = study.evaluation
+    if config is None:
+        return 0
+    models = 1 + sum(len(planned.config.arch) for planned in study.passes)
+    settings = sum(len(config.settings(TASKS.get(name, OWN_GENERATION))) for name in config.task)
+    return models * config.seeds * settings

@@ -61,8 +61,8 @@ class Verification:
         listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
         redo = f", which writes shard {listed} again" if shards else ""
         return (
-            f"Repeat the `minilm-cache dump` command of this cache with `--check full`{redo}, or fetch the "
-            "cache again."
+            "If it was pulled, the same `minilm-cache pull` mends it. Otherwise repeat its `minilm-cache "
+            f"dump` command with `--check full`{redo}."
         )
 
 

@@ -137,7 +137,7 @@ READ = {
     "study heads.yaml": "heads.yaml, line 2, arch.1: --arch 3x33",
     "evaluate teacher --task table.csv --label-column nosuch": "no column 'nosuch'",
     "evaluate teacher --task nosuch.csv": "nosuch.csv is not a file",
-    "report nosuch": "nosuch is not a run",
+    "report nosuch": "there is no folder nosuch",
     "import nosuch --tokenizer teacher": "nosuch is not a file",
     "info nosuch": "no cache at nosuch",
     "rm nosuch --yes": "there is no cache or run nosuch",

@@ -280,6 +280,8 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     code, out, err = command("study", path, "--dry-run", "--json")
     assert code == 0, err
     (via,) = json.loads(out)["caches"].keys() - {"one"}
+    assert json.loads(out)["fine_tunings"] == (1 + 4) * 2
+    assert "10 fine-tunings of the teacher and 4 students on sst2" in command("study", path, "--dry-run")[1]
     assert via.startswith("one-via-2x32-")
 
     code, out, err = command("study", path, "--json")
