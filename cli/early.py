@@ -21,7 +21,7 @@ from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
-from minilm_cache.evaluate.tasks import TASKS, TextTask, file_of, task_folder
+from minilm_cache.evaluate.tasks import TASKS, GenerationTask, TextTask, file_of, task_folder
 from minilm_cache.models.arch import (
     layers_for,
     num_layers_of,
@@ -190,6 +190,20 @@ def refuse_too_long(
         name = f"teacher {outline.name}" if is_teacher else outline.name
         if outline.positions is not None and length > outline.positions:
             raise too_long(length, outline.positions, name=name, option=option)
+
+
+def refuse_too_long_of(config: EvaluateConfig, models: Sequence[str]) -> None:
+    """Raise InvalidConfigError if a model has fewer positions than `--max-length` asks of a task.
+
+    Models that learn to generate are given further positions.
+    """
+    from minilm_cache.evaluate.files import generation_columns  # noqa: PLC0415 - datasets take a second
+
+    for name in config.task:
+        task = TASKS.get(name)
+        generates = task is None and generation_columns(Path(name), config) is not None
+        if not generates and not isinstance(task, GenerationTask):
+            refuse_too_long(config.max_length, models, config.revision)
 
 
 def refuse_no_rerankers(models: Iterable[str], revision: str | None) -> None:
@@ -376,8 +390,7 @@ def refuse_no_answers_file(config: ImportConfig) -> None:
 def refuse_no_texts(config: ExportModelConfig, model: str) -> None:
     """Raise the error of texts that an export needs and lacks: of the run, a corpus or a cache."""
     if config.corpus is None:
-        folder = Path(model).resolve()
-        if not is_run(folder) and not is_run(folder.parent.parent):
+        if not Path(model).is_dir():  # folders may be students, or what was exported before
             raise no_texts(model)
     elif is_url(config.corpus) or (Path(config.corpus) / MANIFEST).is_file():
         refuse_missing(cache=config.corpus)

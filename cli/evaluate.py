@@ -15,6 +15,7 @@ from minilm_cache.cli.early import (
     refuse_no_own_data,
     refuse_no_task_data,
     refuse_too_long,
+    refuse_too_long_of,
 )
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
@@ -57,8 +58,8 @@ def evaluate(
     config = validated(EvaluateConfig, given)
     refuse_missing(models=models, revision=config.revision)
     refuse_no_task_data(config.data, config.task)
-    refuse_too_long(config.max_length, models, config.revision)
     refuse_no_columns(config)
+    refuse_too_long_of(config, models)
     refuse_no_extra("eval", for_what="evaluate")
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
