@@ -4,13 +4,17 @@
 
 `mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
 whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
-students that are fine-tuned alone on the same examples, from a slice of `mini`. One seed. Of QNLI the dev set
-is split in two: the teacher and students learn from the first half, and are scored on the second one. Where
-all texts have labels, a third kind of students learns these with the answers, half and half.
+students that are fine-tuned alone on the same examples, from a slice of `mini`. Of QNLI the dev set is split
+in two: the teacher and students learn from the first half, and are scored on the second one. `stsb-all` is
+STS-B with all of its pairs labelled. Where all texts have labels, a third kind of students learns these with
+the answers, half and half. With `--seeds` means and sample deviations over seeds are written; the students of
+the task stage then have one teacher, the one that was fine-tuned with seed 0.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Final
 
 from benchmarks.report import add_to_result, cpu, read_result
@@ -23,9 +27,17 @@ from minilm_cache.slicing.run import slice_teacher
 from minilm_cache.workflows.config import TaskStageConfig
 from minilm_cache.workflows.task_stage import run_task_stage
 
-LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668, "rte": 2490, "cola": 8551, "qnli": 2731}
+LABELLED: Final = {
+    "sst2": 3000,
+    "stsb": 2000,
+    "mrpc": 3668,
+    "rte": 2490,
+    "cola": 8551,
+    "qnli": 2731,
+    "stsb-all": 5749,
+}
 """Training examples that the teacher is fine-tuned on."""
-ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli")
+ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli", "stsb-all")
 """Tasks all of whose texts have labels here."""
 LABEL_WEIGHT: Final = 0.5
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
@@ -39,6 +51,7 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
     "rte": {**_RECIPE, "steps": 400, "batches": "by-length"},
     "cola": {**_RECIPE, "steps": 1500, "batches": "by-length"},
     "qnli": {**_RECIPE, "steps": 500, "batches": "by-length"},
+    "stsb-all": {**_RECIPE, "steps": 800, "batches": "by-length"},
 }
 _MAX_LENGTH: Final = 128
 
@@ -49,37 +62,52 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, default=Path("task-stages"))
     parser.add_argument("--task", action="append", help="all of them without it")
+    parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
-    for task in given.task or LABELLED:
+    for label in given.task or LABELLED:
+        task = label.removesuffix("-all")
         data = str(_halves(given.data / "glue", home) if task == "qnli" else given.data / "glue")
-        tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[task], "keep_models": True}
-        config = validated(EvaluateConfig, tuning)
+        tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[label], "keep_models": True}
+        config = validated(EvaluateConfig, {**tuning, "seeds": given.seeds})
         tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
-        train = {**RECIPES[task], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
-        stages = {"task stage": train}
-        if task in ALL_LABELLED:
-            stages["task stage with labels"] = {**train, "label_weight": LABEL_WEIGHT}
-        names = [f"{arch}, fine-tuned alone" for arch in ARCHS]
-        scores: dict[str, dict[str, float]] = {}
-        for way, settings in stages.items():
-            stage = run_task_stage(
-                validated(TaskStageConfig, {"task": task, "data": data}),
-                dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
-                train=settings,
-                out=home / f"{task}{way.removeprefix('task stage').replace(' ', '-')}",
-                session=session,
-            )
+        train = {**RECIPES[label], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
+        ways = {"task stage": train}
+        if label in ALL_LABELLED:
+            ways["task stage with labels"] = {**train, "label_weight": LABEL_WEIGHT}
+        scores = dict(
+            zip(["teacher", *(f"{arch}, fine-tuned alone" for arch in ARCHS)], _scores(tuned), strict=True)
+        )
+        for way, settings in ways.items():
+            of_seeds = []
+            for seed in range(given.seeds):
+                name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
+                stage = run_task_stage(
+                    validated(TaskStageConfig, {"task": task, "data": data}),
+                    dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
+                    train={**settings, "seed": seed},
+                    out=home / (f"{name}-{seed}" if seed else name),
+                    session=session,
+                )
+                of_seeds.append(_scores(stage.evaluation))
             of_stage = ["teacher, as it is", *(f"{arch}, {way}" for arch in ARCHS)]
-            scores |= dict(zip(of_stage, _scores(stage.evaluation), strict=True))
+            scores |= dict(zip(of_stage, map(_over_seeds, zip(*of_seeds, strict=True)), strict=True))
         rows = read_result("task_stage").get("tasks", {})
-        rows[task] = {
-            "labelled": LABELLED[task],
+        rows[label] = {
+            "labelled": LABELLED[label],
             "texts": stage.num_texts,
-            "steps": RECIPES[task]["steps"],
-            "scores": dict(zip(["teacher", *names], _scores(tuned), strict=True)) | scores,
+            "steps": RECIPES[label]["steps"],
+            "seeds": given.seeds,
+            "scores": scores,
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _over_seeds(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return means over seeds and, of several, their deviations, of a model's scores."""
+    values = {metric: [each[metric] for each in scores] for metric in scores[0] if "+-" not in metric}
+    found = {metric: round(fmean(numbers), 2) for metric, numbers in values.items()}
+    return found | {f"{name} +-": round(stdev(some), 2) for name, some in values.items() if len(some) > 1}
 
 
 def _halves(glue: Path, home: Path) -> Path:
@@ -104,8 +132,14 @@ def _slices(home: Path) -> list[str]:
 
 
 def _scores(evaluation: Evaluation) -> list[dict[str, float]]:
+    """Return the scores of each model on the dev set, with their deviations over several seeds."""
     return [
-        {metric: round(score.mean, 2) for metric, score in summary.scores["dev"].items()}
+        {
+            name: round(value, 2)
+            for metric, score in summary.scores["dev"].items()
+            for name, value in ((metric, score.mean), (f"{metric} +-", score.stddev))
+            if value is not None
+        }
         for summary in evaluation.summaries
     ]
 

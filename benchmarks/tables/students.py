@@ -317,12 +317,16 @@ def reranker_peer() -> str:
 
 
 def task_stages() -> str:
-    """Return dev scores of teachers, of students that are fine-tuned alone, and of task stages."""
+    """Return dev scores of teachers, of students that are fine-tuned alone, and of task stages.
+
+    Where there are several seeds, scores are means with sample deviations; the students of a task stage have
+    one teacher.
+    """
     tasks = read("task_stage")["tasks"]
-    names = ("teacher", *(f"{arch}, {way}" for arch in ("3x384", "3x192") for way in _WAYS))
+    names = ("teacher, as it is", *(f"{arch}, {way}" for arch in ("3x384", "3x192") for way in _WAYS))
     rows = []
     for task, found in tasks.items():
-        metric = next(iter(found["scores"]["teacher"]))
+        metric = next(iter(found["scores"][names[0]]))
         labelled = f"{min(found['labelled'], found['texts']):,} of {found['texts']:,}"
         rows.append(
             [f"{task}, {metric}", labelled, *(_score(found["scores"].get(name), metric) for name in names)]
@@ -334,4 +338,7 @@ _WAYS: Final = ("fine-tuned alone", "task stage", "task stage with labels")
 
 
 def _score(scores: Mapping[str, float] | None, metric: str) -> str:
-    return "-" if scores is None else f"{scores[metric]:.1f}"
+    if scores is None:
+        return "-"
+    deviation = scores.get(f"{metric} +-")
+    return f"{scores[metric]:.1f}" + ("" if not deviation else f" ± {deviation:.1f}")
