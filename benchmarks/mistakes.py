@@ -81,6 +81,25 @@ search nosuch --speedup 2 --out found
 search notes.cache --speedup 2 --out notes.txt
 generate nosuch "a text"
 generate mini "a text"
+dump --teacher mini --corpus notes.txt --max-length 513
+dump --teacher mini --corpus notes.txt --layers 9
+dump --teacher mini --corpus notes.txt --out notes.cache --max-length 64
+dump --teacher mini --corpus notes.txt --out s3://
+train notes.cache --arch 3x384 --init slice --init-layers 7,8,9
+train notes.cache --arch 3x384 --vocab nosuch --objective embedding
+train notes.cache --arch 3x384 --objective embedding --matryoshka 999
+train notes.cache --arch 3x384 --objective embedding --batch-size 6 --accumulate 4
+slice --teacher mini --arch 3x384 --layers 1,2 --out cut
+truncate --teacher mini --layers 9 --out cut
+chain --teacher mini --corpus notes.txt --arch 3x384
+chain --task sst2 --arch 3x384
+speed mini --length 600
+embeddings mini --data .
+rerank mini --retrieval questions.jsonl --first-stage mini
+export relations.cache vectors.parquet
+export-model mini --onnx --out exported
+import notes.txt --tokenizer mini
+search notes.cache --speedup 2 --out found --widths 100 --objective embedding
 -h
 ls
 info notes.cache
