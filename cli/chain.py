@@ -25,7 +25,7 @@ from minilm_cache.cli.options import (
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.config import TrainConfig, describe_preset
+from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_beginning
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import (
     NOT_OF_A_CHAIN,
@@ -168,7 +168,8 @@ def _task_stage(
     own = TaskStageConfig.model_fields
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
-    refuse_missing(teacher=dump["teacher"], models=[config.student], revision=dump.get("revision"))
+    refuse_missing(teacher=dump["teacher"], models=[config.augment], revision=dump.get("revision"))
+    refuse_no_beginning(config.student)
     from minilm_cache.workflows.task_stage import run_task_stage  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

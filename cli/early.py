@@ -31,7 +31,7 @@ from minilm_cache.models.arch import (
     refuse_no_state,
 )
 from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
-from minilm_cache.models.locate import CONFIG, locate_teacher, refuse_no_config
+from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher, refuse_no_config
 from minilm_cache.models.outline import Outline, no_reranker, too_long
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
 from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
@@ -126,7 +126,7 @@ def refuse_missing(
 
 
 def _refuse_no_model(name: str, revision: str | None) -> None:
-    if Path(name).is_dir():
+    if name not in (MINI, *ALIASES) and Path(name).is_dir():
         refuse_no_models(Path(name))
     else:
         locate_teacher(name, revision, without_weights=True)
@@ -197,13 +197,12 @@ def refuse_too_long_of(config: EvaluateConfig, models: Sequence[str]) -> None:
 
     Models that learn to generate are given further positions.
     """
-    from minilm_cache.evaluate.files import generation_columns  # noqa: PLC0415 - datasets take a second
+    if config.max_length is None:
+        return
+    from minilm_cache.evaluate.files import task_like  # noqa: PLC0415 - datasets take a second
 
-    for name in config.task:
-        task = TASKS.get(name)
-        generates = task is None and generation_columns(Path(name), config) is not None
-        if not generates and not isinstance(task, GenerationTask):
-            refuse_too_long(config.max_length, models, config.revision)
+    if not all(isinstance(task_like(name, config), GenerationTask) for name in config.task):
+        refuse_too_long(config.max_length, models, config.revision)
 
 
 def refuse_no_rerankers(models: Iterable[str], revision: str | None) -> None:
@@ -284,7 +283,7 @@ def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
     """
     if data is None or f"{data}:".startswith(HUB_PREFIX):
         return
-    for task in (TASKS[name] for name in TASKS.keys() & {*names}):
+    for task in (TASKS[name] for name in names if name in TASKS):
         task_folder(Path(data), task.title)
         if isinstance(task, TextTask) and task.languages == "one":
             for set_file in task.dev:
@@ -349,14 +348,14 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
         has_shapes: whether the shapes are those that will be trained.
     """
     refuse_no_beginning(config.init)
+    check_parts(config)
+    if config.vocab is not None:
+        asked_vocabulary(config.vocab)
     if is_url(str(cache)):
         return
     from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
 
     identity = read_manifest(Path(cache)).identity
-    check_parts(config)
-    if config.vocab is not None:
-        asked_vocabulary(config.vocab)
     for each in config.each:
         check_codec(each, identity.codec.name)
         check_states(each, identity.states)

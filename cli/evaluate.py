@@ -57,10 +57,10 @@ def evaluate(
     """
     config = validated(EvaluateConfig, given)
     refuse_missing(models=models, revision=config.revision)
+    refuse_no_extra("eval", for_what="evaluate")
     refuse_no_task_data(config.data, config.task)
     refuse_no_columns(config)
     refuse_too_long_of(config, models)
-    refuse_no_extra("eval", for_what="evaluate")
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

@@ -18,7 +18,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import SearchConfig
+from minilm_cache.workflows.config import SearchConfig, numbers_of
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.search import Candidate, SearchResult
@@ -51,8 +51,7 @@ def search(
     Example: minilm-cache search notes.cache --speedup 4 --objective embedding --out found
     """
     config = validated(SearchConfig, given)
-    widths = [width.strip() for width in (config.widths or "").split(",")]
-    arch = tuple(f"1x{width}" for width in widths if width.isdecimal())
+    arch = tuple(f"1x{width}" for width in numbers_of(config.widths, "--widths"))
     probe = validated(TrainConfig, {**train, "init_layers": None, "arch": arch or ("1x12",)})
     refuse_file(out)
     refuse_missing(cache=cache)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_text, refuse_too_long
+from minilm_cache.cli.early import refuse_missing, refuse_no_text
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -34,7 +34,6 @@ def search_text(
     """
     config = validated(SearchTextConfig, given)
     refuse_missing(models=[model], revision=config.revision, corpus=config.corpus)
-    refuse_too_long(config.max_length, [model], config.revision)
     refuse_no_text(config.corpus, config.text_column)
     from minilm_cache.workflows.search_text import search_texts  # noqa: PLC0415 - importing it takes seconds
 

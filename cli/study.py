@@ -126,4 +126,5 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     if study.evaluation is not None:
         tasks = ", ".join(Path(task).name for task in study.evaluation.task)
         models = f"the teacher and {counted(preview.num_students, 'student')}"
-        print_pairs({"then": f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}"})
+        each = ", for each language that one trains on" if "xnli-translate-train" in tasks else ""
+        print_pairs({"then": f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}{each}"})

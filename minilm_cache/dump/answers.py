@@ -62,11 +62,10 @@ def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
     refuse_no_file(config)
     texts: list[object] = []
     blocks: list[npt.NDArray[np.float32]] = []
-    for batch in _batches(config, column, session=session):
-        texts += batch.column(column).to_pylist()
+    for some, vectors in _batches(config, column, session=session):
         width = blocks[0].shape[1] if blocks else None
-        vectors = batch.column(config.vector_column)
-        blocks.append(_matrix(vectors, file, first=len(texts) - len(batch), width=width))
+        blocks.append(_matrix(vectors, file, first=len(texts), width=width))
+        texts += some
     if not blocks:
         raise CorpusError(f"{file} has no rows. Give texts with their vectors.")
     known = np.concatenate(blocks)
@@ -106,8 +105,10 @@ def _scored(config: ImportConfig) -> Iterator[Record]:
     yield from read_pairs(file, PairColumns.of(config.pair_columns, config.score_columns).seen_in(file))
 
 
-def _batches(config: ImportConfig, column: str, *, session: Session) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file of texts and vectors, some at a time.
+def _batches(
+    config: ImportConfig, column: str, *, session: Session
+) -> Iterator[tuple[list[object], pa.Array]]:
+    """Yield the texts and vectors of a file, some rows at a time.
 
     Raises:
         CorpusError: it cannot be read, would unpack to far more than it holds, lacks a column, or has one of
@@ -133,10 +134,16 @@ def _batches(config: ImportConfig, column: str, *, session: Session) -> Iterator
                         "interrupted while vectors are read. Run the same command again."
                     )
                 batch.validate(full=True)  # text that is not UTF-8 is an error of Arrow here
-                yield batch
-    except MiniLMCacheError:
+                yield batch.column(column).to_pylist(), batch.column(config.vector_column)
+    except MiniLMCacheError:  # some are ValueErrors
         raise
-    except (OSError, HeaderError, ValueError, pa.ArrowException) as error:  # names of columns may be no UTF-8
+    except (
+        OSError,
+        HeaderError,
+        ValueError,
+        OverflowError,
+        pa.ArrowException,
+    ) as error:  # names of columns may be no UTF-8
         raise CorpusError(
             f"cannot read {config.vectors}: {first_line(error)}. Give a Parquet file of texts and vectors."
         ) from error

@@ -13,6 +13,7 @@ from minilm_cache.corpus.load import arrow_cache
 from minilm_cache.corpus.records import columns_of, read_rows
 from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.evaluate.tasks import OWN_GENERATION, OWN_TEXTS, TASKS, Task
 from minilm_cache.store.durable import bounded_bytes
 
 HUB: Final = "hf"
@@ -123,6 +124,18 @@ def generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], s
     sources = ["src"] if config.text_columns == fields["text_columns"].default else given
     found = columns_of(file) if not of_labels and file.is_file() else []
     return (sources, "tgt") if {*sources, "tgt"} <= {*found} and config.label_column not in found else None
+
+
+def task_like(name: str, config: EvaluateConfig) -> Task:
+    """Return a task, or for a file of one's own one of its kind, with that kind's recipe.
+
+    Raises:
+        InvalidConfigError: options for labels and for texts to generate are given.
+        CorpusError: the file is damaged.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    return OWN_TEXTS if generation_columns(Path(name), config) is None else OWN_GENERATION
 
 
 def check_own_columns(file: Path, config: EvaluateConfig) -> None:

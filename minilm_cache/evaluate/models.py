@@ -28,7 +28,7 @@ from minilm_cache.models.load import (
     load_tokenizer,
     read_config,
 )
-from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
@@ -204,8 +204,10 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 for student in students
             ]
         else:
-            if folder.is_dir():
+            if name not in (MINI, *ALIASES) and folder.is_dir():
                 refuse_no_models(folder)
+                if runs_of(folder) and not (folder / CONFIG).is_file():
+                    raise TeacherError(f"none of the runs of {folder} is complete. Finish one of them first.")
             source = locate_teacher(name, revision)
             trial = source.folder.resolve().parent  # all models that trials keep have one name
             own_name = trial.name if (trial / TRIAL_FILE).is_file() else source.name

@@ -12,6 +12,8 @@ from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.settings import FurtherTexts, refuse_no_data
 from minilm_cache.session import Session
 
+_LOOKED_FOR: Final = 200
+"""Most right documents that are looked for in further texts, which takes milliseconds for each megabyte."""
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of right documents that are no query."""
 
@@ -53,19 +55,19 @@ def own_data(path: Path, beside: FurtherTexts, *, session: Session) -> OwnData:
         name += "+"
     texts = [text for words, text in further.items() if words not in known]
     added = {f"{name} {number}": text for number, text in enumerate(texts)}
-    if num_parts := _num_parts(data, further.keys() - known):
+    right = sorted({document for documents in data.right.values() for document in documents})[:_LOOKED_FOR]
+    if num_parts := _num_parts([data.documents[document] for document in right], further.keys() - known):
         session.progress.note(
-            f"{num_parts} of the right documents of {path.name} are a part of a longer one of "
-            f"{beside.corpus}, and finding that one counts as wrong. Take whole documents as answers."
+            f"{num_parts} of {len(right)} right documents of {path.name} stand in longer ones of "
+            f"{beside.corpus}, and finding these counts as wrong. Take whole documents as answers."
         )
     return replace(data, documents={**added, **data.documents})
 
 
-def _num_parts(data: OwnData, further: Iterable[str]) -> int:
-    """Return how many documents that are right for a query are a part of a further text."""
-    joined = "\n".join(further)
-    right = {document for documents in data.right.values() for document in documents}
-    return sum(" ".join(data.documents[document].split()) in joined for document in right)
+def _num_parts(right: Iterable[str], further: Iterable[str]) -> int:
+    """Return how many documents stand, as whole words, in a further text."""
+    joined = f" {' | '.join(further)} "
+    return sum(f" {' '.join(document.split())} " in joined for document in right)
 
 
 def read_own_data(path: Path) -> OwnData:

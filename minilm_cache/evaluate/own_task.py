@@ -13,7 +13,7 @@ from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
 from minilm_cache.evaluate.files import generation_columns, own_rows, read_own_text
 from minilm_cache.evaluate.generation_data import read_pairs
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.evaluate.tasks import OWN_GENERATION, GenerationTask, Metric, TextTask
+from minilm_cache.evaluate.tasks import OWN_GENERATION, OWN_TEXTS, GenerationTask, Metric, TextTask
 from minilm_cache.wording import printable
 
 _HELD_OUT: Final = 0.1
@@ -87,7 +87,8 @@ def read_labelled(
         dev = _rows(config.dev, columns, config.label_column)
     labels = [label for _, label, _ in train]
     classes = () if _is_scale(labels, config.metric) else _classes(labels, file)
-    task = TextTask(
+    task = replace(
+        OWN_TEXTS,
         name=printable(file.name),
         title=printable(file.name),
         texts=columns,

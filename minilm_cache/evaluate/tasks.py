@@ -375,7 +375,9 @@ OWN_GENERATION: Final = GenerationTask(
     generation=Generation(decoding=Decoding(max_source=128, max_new_tokens=48, num_beams=5)),
     recipe=Recipe(lrs=(1e-4,), epochs=(3,)),
 )
-"""Settings of texts of one's own, without their name."""
+"""Settings of texts of one's own to generate, without their name."""
+OWN_TEXTS: Final = TextTask(name="", title="", texts=("text",))
+"""Settings of labelled texts of one's own, without their name."""
 TASKS: Final[Mapping[str, Task]] = MappingProxyType({task.name: task for task in _ALL})
 """Tasks by the name that --task takes."""
 

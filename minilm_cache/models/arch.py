@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.wording import counted
 
 _PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)", re.ASCII)
 _OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
@@ -185,14 +186,14 @@ def layers_for(
     if shape.num_layers > depth:
         raise InvalidConfigError(
             f"--arch {shape.arch}: more layers than the teacher's {depth}, so it cannot be cut from it. Take "
-            "fewer layers, or --init random."
+            f"fewer layers{', or --init random' if option == '--init-layers' else ''}."
         )
     if given is None:
         return spaced_layers(shape.num_layers, depth)
     layers = read_layers(given, depth, option)
     if len(layers) != shape.num_layers:
         raise InvalidConfigError(
-            f"{option} {given} names {len(layers)} layers, and --arch {shape.arch} has "
+            f"{option} {given} names {counted(len(layers), 'layer')}, and --arch {shape.arch} has "
             f"{shape.num_layers}. Name one for each layer of the student."
         )
     return layers

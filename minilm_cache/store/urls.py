@@ -10,6 +10,18 @@ _SECRET_AUTHORITY: Final = re.compile(
     r"(?P<scheme>(?<![\w./])(?:[A-Za-z][A-Za-z0-9+.-]*:[/\\]*|[/\\]{2}))(?P<secret>[^\s:@]*:(?:[^\s@]+@)+)"
 )
 _QUERY: Final = re.compile(r"(?P<place>\b[A-Za-z][A-Za-z0-9+.-]*:[/\\]+[^\s?#]*)[?#]\S*")
+OBJECT_STORES: Final = ("s3", "gs", "az")
+"""URL schemes that are opened through obstore."""
+_FILE_SYSTEMS: Final = ("hf", "file")
+"""URL schemes that are opened through fsspec; its other schemes fetch, chain or interpret parts of a URL."""
+STORE_REMEDY: Final = (
+    "Give a path, or a URL that begins with one of "
+    f"{', '.join(f'{name}://' for name in (*OBJECT_STORES, *_FILE_SYSTEMS))}"
+)
+DENIED_REMEDY: Final = (
+    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
+)
 
 
 def is_url(place: str) -> bool:
@@ -40,20 +52,6 @@ def without_secrets(url: str) -> str:
 def hide_secrets(message: str) -> str:
     """Return a message without passwords and signatures of URLs, however the URLs are written."""
     return _QUERY.sub(r"\g<place>", _SECRET_AUTHORITY.sub(r"\g<scheme>", message))
-
-
-OBJECT_STORES: Final = ("s3", "gs", "az")
-"""URL schemes that are opened through obstore."""
-_FILE_SYSTEMS: Final = ("hf", "file")
-"""URL schemes that are opened through fsspec; its other schemes fetch, chain or interpret parts of a URL."""
-STORE_REMEDY: Final = (
-    "Give a path, or a URL that begins with one of "
-    f"{', '.join(f'{name}://' for name in (*OBJECT_STORES, *_FILE_SYSTEMS))}"
-)
-DENIED_REMEDY: Final = (
-    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
-)
 
 
 def parts_of_url(url: str) -> tuple[str, str, str]:

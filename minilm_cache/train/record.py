@@ -385,7 +385,7 @@ def load_record(folder: Path) -> RunRecord:
     """
     file = RunFolder(path=folder).record
     if not folder.exists():
-        raise InvalidConfigError(f"there is no folder {folder}. Give that of a run, which train made.")
+        raise InvalidConfigError(f"there is no folder {folder}. Give that of a run, a chain or a study.")
     if not file.exists():
         raise InvalidConfigError(
             f"{folder} is not a run: {file.name} is "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.evaluate.tasks import OWN_GENERATION, TASKS
+from minilm_cache.evaluate.files import task_like
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
@@ -59,7 +59,7 @@ class Preview:
     passes: list[tuple[Pass, str]]
     """Passes of students, and their states."""
     num_trials: int
-    """Fine-tunings of the teacher and of the students; a task that trains on each language has more."""
+    """Fine-tunings of the teacher and of the students; of tasks that train on each language, those of one."""
 
     @property
     def num_students(self) -> int:
@@ -102,5 +102,5 @@ def _num_trials(study: Study) -> int:
     if config is None:
         return 0
     models = 1 + sum(len(planned.config.arch) for planned in study.passes)
-    settings = sum(len(config.settings(TASKS.get(name, OWN_GENERATION))) for name in config.task)
+    settings = sum(len(config.settings(task_like(name, config))) for name in config.task)
     return models * config.seeds * settings

@@ -104,7 +104,7 @@ READ = {
     "train cache --arch 2x32 --vocab nosuch": "--vocab nosuch: there is no such file",
     "train cache --arch 2x32 --batch-size 6 --accumulate 4": "does not divide into 4 parts",
     "train cache --arch 2x32 --init-layers 0,9": "--init-layers 0,9: give different numbers from 0 to 2",
-    "train cache --arch 2x32 --init slice --init-layers 0": "--init-layers 0 names 1 layers",
+    "train cache --arch 2x32 --init slice --init-layers 0": "--init-layers 0 names 1 layer, and",
     "train cache --arch 9x32 --init slice": "--arch 9x32: more layers than the teacher's 3",
     "train vectors --arch 2x32 --objective embedding --matryoshka 64": "the vectors of this cache have 32",
     "search cache --speedup 2 --widths 33 --out o": "hidden size 33 is not divisible by 4 heads",

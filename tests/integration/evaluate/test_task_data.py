@@ -260,7 +260,7 @@ def test_jsonl_has_the_same_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lacking", "command_line", "says"),
     [
-        ("sklearn.metrics", ("evaluate", "mini", "--task", "sst2", "--data", "."), "'minilm-cache[eval]'"),
+        ("sklearn", ("evaluate", "mini", "--task", "sst2", "--data", "."), "'minilm-cache[eval]'"),
         ("onnxscript", ("speed", "TEACHER", "--length", "8", "--onnx", "OUT"), "'minilm-cache[onnx]'"),
         (
             "sentence_transformers",
