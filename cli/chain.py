@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_text, refuse_too_long
+from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_text, refuse_too_long
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -108,7 +108,7 @@ def chain(
         others = (document, preset, cache_store, engine, gpus_per_task, dry_run or None)
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
-    _refuse_missing(given, dump, recipe, document=document)
+    _refuse_missing(given, dump, recipe, document=document, out=out)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
@@ -135,8 +135,11 @@ def chain(
         _show(result, json=json)
 
 
-def _refuse_missing(given: Given, dump: Given, recipe: Given, *, document: Path | None) -> None:
-    """Raise the error of the first thing that is not there."""
+def _refuse_missing(
+    given: Given, dump: Given, recipe: Given, *, document: Path | None, out: Path | None
+) -> None:
+    """Raise the error of the first thing that is not there, or that is a file where a folder is wanted."""
+    refuse_files(out=out)
     assistants = given.get("assistants", ())
     teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
     arch = [*assistants, *recipe.get("arch", ())]
@@ -170,6 +173,7 @@ def _task_stage(
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
     refuse_missing(teacher=dump["teacher"], models=[config.augment], revision=dump.get("revision"))
     refuse_no_beginning(config.student)
+    refuse_files(out=out)
     from minilm_cache.workflows.task_stage import run_task_stage  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

@@ -35,7 +35,7 @@ from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher, re
 from minilm_cache.models.outline import Outline, no_reranker, too_long
 from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
 from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
-from minilm_cache.store.durable import refuse_existing
+from minilm_cache.store.durable import refuse_existing, refuse_file
 from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
 from minilm_cache.store.urls import is_url, parts_of_url
 from minilm_cache.train.config import SLICE, TrainConfig, check_parts, refuse_no_beginning
@@ -123,6 +123,17 @@ def refuse_missing(
             _refuse_no_model(name, revision)
     if teacher is not None:
         refuse_no_config(locate_teacher(teacher, revision, without_weights=True).folder)
+
+
+def refuse_files(**folders: Path | None) -> None:
+    """Raise InvalidConfigError if a folder, or one of its parents, is a file.
+
+    Args:
+        folders: folders by the names of their options; None where an option is not given.
+    """
+    for option, folder in folders.items():
+        if folder is not None:
+            refuse_file(folder, f"--{option}")
 
 
 def _refuse_no_model(name: str, revision: str | None) -> None:

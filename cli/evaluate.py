@@ -9,6 +9,7 @@ from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
 from minilm_cache.cli.early import (
+    refuse_files,
     refuse_missing,
     refuse_no_columns,
     refuse_no_extra,
@@ -57,6 +58,7 @@ def evaluate(
     """
     config = validated(EvaluateConfig, given)
     refuse_missing(models=models, revision=config.revision)
+    refuse_files(out=out)
     refuse_no_extra("eval", for_what="evaluate")
     refuse_no_task_data(config.data, config.task)
     refuse_no_columns(config)
@@ -172,6 +174,7 @@ def speed(
     refuse_missing(models=models, revision=config.revision)
     refuse_too_long(max(config.length), models, config.revision, option="--length")
     if config.onnx is not None:
+        refuse_files(onnx=config.onnx)
         refuse_no_extra("onnx", for_what="--onnx")
     from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
 
@@ -230,6 +233,7 @@ def embeddings(
     """
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_files(save=config.save)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     refuse_no_task_data(config.data, ["stsb"])
     refuse_too_long(config.max_length, models, config.revision)

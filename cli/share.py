@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs
-from minilm_cache.cli.early import refuse_missing, refuse_no_answers_file, refuse_no_export
+from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_answers_file, refuse_no_export
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -64,6 +64,7 @@ def pull(
     """
     from minilm_cache.store.pull import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
 
+    refuse_files(out=out)
     target = out or cache_home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
     with stoppable_session() as session:
         done = run_pull(url, target, session=session)
@@ -185,6 +186,7 @@ def import_file(
     config = validated(ImportConfig, {**given, "vectors": vectors})
     has_scores = config.score_columns is not None
     refuse_no_file(config)
+    refuse_files(out=out)
     refuse_missing(models=[config.tokenizer])
     refuse_no_answers_file(config)
     from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds

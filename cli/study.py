@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_unfit
+from minilm_cache.cli.early import refuse_files, refuse_unfit
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -48,6 +48,7 @@ def study(
     Example: minilm-cache study shapes.yaml
     """
     check_engine(engine, gpus_per_task)
+    refuse_files(out=out)
     from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - it takes half a second
 
     settings = read_study(document)

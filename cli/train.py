@@ -8,6 +8,7 @@ import typer
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs
 from minilm_cache.cli.early import (
+    refuse_files,
     refuse_missing,
     refuse_no_labels,
     refuse_no_tracker,
@@ -59,6 +60,7 @@ def train(
     """
     config = validated(TrainConfig, with_preset(preset, given))
     refuse_missing(cache=cache, arch=config.arch)
+    refuse_files(out=out)
     if cache is not None:
         refuse_unserved(config, cache)
     for other in config.also:

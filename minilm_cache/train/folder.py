@@ -7,6 +7,7 @@ from typing import Final
 from minilm_cache.errors import IdentityMismatchError, TeacherError
 from minilm_cache.models.locate import CONFIG
 from minilm_cache.store.durable import linked_part
+from minilm_cache.store.layout import described_otherwise
 
 VIA: Final = "-via-"
 """Stands between the names of a cache and of the assistant whose relations a further cache of a study
@@ -105,6 +106,6 @@ def refuse_no_models(folder: Path) -> None:
     """Raise TeacherError for a folder that holds neither a model nor runs."""
     if not (folder / CONFIG).is_file() and not is_run(folder) and not runs_of(folder):
         raise TeacherError(
-            f"{folder} is neither a model nor a run: it has no {CONFIG} and no {RUN_FILE}. Name a folder "
-            "that has one of them."
+            f"{folder} is neither a model nor a run: it has no {CONFIG} and no {RUN_FILE}."
+            f"{described_otherwise(folder) or ' Name a folder that has one of them.'}"
         )

@@ -89,6 +89,11 @@ MISTAKES = {
     "chain --teacher mini --corpus notes.txt --assistant 3x384": "--arch is missing",
     "chain --task sst2 --arch 3x384": "--teacher is missing: a model that was fine-tuned on the task",
     "chain --task sst2 --teacher nosuch --arch 3x384": "nosuch",
+    "train cache --arch 3x384 --out notes.txt": "--out notes.txt: notes.txt is a file",
+    "evaluate mini --task sst2 --data . --out notes.txt": "--out notes.txt: notes.txt is a file",
+    "evaluate cache --task sst2 --data .": "cache is neither a model nor a run: it has no config.json and no",
+    "chain --teacher mini --assistant 3x384 --arch 2x96 --out notes.txt/x": "notes.txt is a file",
+    "speed mini --onnx notes.txt": "--onnx notes.txt: notes.txt is a file",
     "search cache --speedup 2 --widths a --out o": "--widths a: give whole numbers with commas",
 }
 READ = {
