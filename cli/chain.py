@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_text, refuse_too_long
+from minilm_cache.cli.early import (
+    refuse_files,
+    refuse_missing,
+    refuse_no_columns,
+    refuse_no_task_data,
+    refuse_no_text,
+    refuse_too_long,
+    refuse_undivided,
+)
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -25,14 +33,16 @@ from minilm_cache.cli.options import (
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_beginning
+from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_beginning, with_preset
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import (
     NOT_OF_A_CHAIN,
     ChainConfig,
     TaskStageConfig,
     check_task_stage,
+    evaluation_of,
     refuse_lacking,
+    refuse_other_objective,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +118,7 @@ def chain(
         others = (document, preset, cache_store, engine, gpus_per_task, dry_run or None)
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
-    _refuse_missing(given, dump, recipe, document=document, out=out)
+    _refuse_missing(given, dump, recipe, document=document, preset=preset, out=out)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
@@ -136,7 +146,13 @@ def chain(
 
 
 def _refuse_missing(
-    given: Given, dump: Given, recipe: Given, *, document: Path | None, out: Path | None
+    given: Given,
+    dump: Given,
+    recipe: Given,
+    *,
+    document: Path | None,
+    preset: str | None,
+    out: Path | None,
 ) -> None:
     """Raise the error of the first thing that is not there, or that is a file where a folder is wanted."""
     refuse_files(out=out)
@@ -146,6 +162,8 @@ def _refuse_missing(
     refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=arch, document=document)
     if document is None:
         refuse_lacking(dump=dump, train=recipe, assistants=assistants)
+        refuse_other_objective(validated(TrainConfig, with_preset(preset, recipe)))
+        refuse_undivided(arch, str(teacher), revision)
     if corpus is not None:
         refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
     if teacher is not None and "max_length" in dump:
@@ -174,6 +192,9 @@ def _task_stage(
     refuse_missing(teacher=dump["teacher"], models=[config.augment], revision=dump.get("revision"))
     refuse_no_beginning(config.student)
     refuse_files(out=out)
+    evaluation = evaluation_of(config, {})
+    refuse_no_task_data(evaluation.data, evaluation.task)
+    refuse_no_columns(evaluation)
     from minilm_cache.workflows.task_stage import run_task_stage  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

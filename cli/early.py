@@ -14,6 +14,7 @@ from minilm_cache.corpus.formats import (
     TEXT,
     corpus_files,
     file_of_records,
+    parts_of_hub_name,
     refuse_other_content,
 )
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
@@ -21,20 +22,38 @@ from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
-from minilm_cache.evaluate.tasks import TASKS, GenerationTask, TextTask, file_of, task_folder
+from minilm_cache.evaluate.tasks import (
+    TASKS,
+    GenerationTask,
+    SpanTask,
+    TextTask,
+    file_of,
+    named_file,
+    task_folder,
+)
 from minilm_cache.models.arch import (
     layers_for,
     num_layers_of,
     parse_arch,
     read_layers,
+    refuse_larger,
     refuse_no_layer,
     refuse_no_state,
 )
 from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher, refuse_no_config
 from minilm_cache.models.outline import Outline, no_reranker, too_long
-from minilm_cache.objectives.config import check_codec, check_layers, check_states, split_into
+from minilm_cache.models.prompts import chosen_prompt
+from minilm_cache.objectives.config import (
+    check_codec,
+    check_layers,
+    check_logits,
+    check_scores,
+    check_states,
+    split_into,
+)
 from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
 from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
 from minilm_cache.store.urls import is_url, parts_of_url
@@ -116,13 +135,20 @@ def refuse_missing(
         refuse_no_place(str(cache))
     if data is not None:
         refuse_no_data(data)
-    if corpus is not None and corpus != PYTHON_DOCS and not corpus.startswith(HUB_PREFIX):
-        corpus_files(Path(corpus))
+    if corpus is not None:
+        _refuse_no_corpus(corpus)
     for name in models:
         if name is not None:
             _refuse_no_model(name, revision)
     if teacher is not None:
         refuse_no_config(locate_teacher(teacher, revision, without_weights=True).folder)
+
+
+def _refuse_no_corpus(corpus: str) -> None:
+    if corpus.startswith(HUB_PREFIX):
+        parts_of_hub_name(corpus)
+    elif corpus != PYTHON_DOCS:
+        corpus_files(Path(corpus))
 
 
 def refuse_files(**folders: Path | None) -> None:
@@ -165,6 +191,21 @@ def refuse_no_layers(config: DumpConfig) -> None:
             refuse_no_state(chosen, known, option=f"--{option.replace('_', '-')}", teacher=name)
 
 
+def refuse_no_prompt(config: DumpConfig) -> None:
+    """Raise InvalidConfigError for a name of a prompt that the teacher does not have."""
+    if config.prompt_name is not None:
+        source = locate_teacher(config.teacher, config.revision, without_weights=True)
+        chosen_prompt(source.folder, name=config.prompt_name, text=None, has_default=False)
+
+
+def refuse_undivided(arch: Iterable[str], teacher: str, revision: str | None) -> None:
+    """Raise InvalidConfigError for a shape that the heads of a teacher's configuration do not divide."""
+    heads = Outline.of(teacher, revision).num_heads
+    if heads is not None:
+        for shape in arch:
+            parse_arch(shape, heads, compares_heads=False)
+
+
 def refuse_uncut(config: SliceConfig | TruncateConfig) -> None:
     """Raise InvalidConfigError for layers that a teacher does not have, or a shape that is deeper than it."""
     teacher = Outline.of(config.teacher, config.revision)
@@ -175,6 +216,8 @@ def refuse_uncut(config: SliceConfig | TruncateConfig) -> None:
     elif teacher.num_heads is not None:
         shape = parse_arch(config.arch, teacher.num_heads, compares_heads=False)
         layers_for(shape, teacher.num_layers, config.layers, option="--layers")
+        if teacher.hidden_size is not None and teacher.embedding_size is not None:
+            refuse_larger(shape, teacher.hidden_size, teacher.embedding_size)
 
 
 def refuse_too_long(
@@ -283,6 +326,8 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
 
         for name in own:
             check_own_columns(Path(name), config)
+        if config.dev is not None:
+            check_own_columns(config.dev, config)
 
 
 def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
@@ -295,7 +340,9 @@ def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
     if data is None or f"{data}:".startswith(HUB_PREFIX):
         return
     for task in (TASKS[name] for name in names if name in TASKS):
-        task_folder(Path(data), task.title)
+        folder = task_folder(Path(data), task.title)
+        if isinstance(task, SpanTask):
+            named_file(folder, task.train, task)
         if isinstance(task, TextTask) and task.languages == "one":
             for set_file in task.dev:
                 file_of(Path(data), task, set_file, kind="dev")
@@ -351,25 +398,25 @@ def refuse_run_of_others(config: TrainConfig, out: Path | None) -> None:
 
 
 def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool = True) -> None:
-    """Raise InvalidConfigError for what the manifest of a cache of this machine says that it cannot serve.
+    """Raise InvalidConfigError for what the manifest of a cache says that it cannot serve.
 
     Args:
         config: settings of the training.
-        cache: folder of the cache; URLs are not asked.
+        cache: folder or URL of the cache.
         has_shapes: whether the shapes are those that will be trained.
     """
     refuse_no_beginning(config.init)
     check_parts(config)
     if config.vocab is not None:
         asked_vocabulary(config.vocab)
-    if is_url(str(cache)):
-        return
-    from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
-
-    identity = read_manifest(Path(cache)).identity
+    if config.init_teacher is not None:
+        Outline.of(config.init_teacher)
+    identity = _manifest_of(str(cache)).identity
     for each in config.each:
         check_codec(each, identity.codec.name)
         check_states(each, identity.states)
+        check_scores(each, identity)
+        check_logits(each, identity.states)
     if config.teacher_layer is not None and (config.spec.is_relational or config.spec.needs.vectors):
         wanted, codec = (config.teacher_layer,), identity.codec.name
         check_layers(config, wanted, held=identity.layers, codec=codec, place=str(cache))
@@ -380,14 +427,25 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
             shape = parse_arch(arch, identity.relation_heads, split_into=split, compares_heads=compares)
             if config.init == SLICE or config.init_layers is not None:
                 layers_for(shape, identity.teacher.num_layers, config.init_layers)
+            if config.init == SLICE and shape.embedding_size == shape.hidden_size:
+                refuse_larger(shape, identity.teacher.hidden_size, identity.teacher.hidden_size)
 
 
 def refuse_no_export(cache: str, *, scores: bool) -> None:
-    """Raise InvalidConfigError if a cache of this machine has no vectors, or no scores, to export."""
-    if not is_url(cache):
-        from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+    """Raise InvalidConfigError if a cache has no vectors, or no scores, to export."""
+    refuse_no_answers(cache, _manifest_of(cache).identity, scores=scores)
 
-        refuse_no_answers(cache, read_manifest(Path(cache)).identity, scores=scores)
+
+def _manifest_of(cache: str) -> CacheManifest:
+    """Return the manifest of a cache, read from its folder or its store."""
+    if is_url(cache):
+        from minilm_cache.store.catalogue import named_manifest  # noqa: PLC0415 - libraries of stores
+        from minilm_cache.store.remote import open_store  # noqa: PLC0415 - take half a second
+
+        return named_manifest(open_store(cache))
+    from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
+
+    return read_manifest(Path(cache))
 
 
 def refuse_no_answers_file(config: ImportConfig) -> None:

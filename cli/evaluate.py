@@ -23,6 +23,7 @@ from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
 from minilm_cache.settings import cache_home, validated
+from minilm_cache.train.folder import refuse_run_as_teacher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,6 +173,7 @@ def speed(
     """
     config = validated(SpeedConfig, given)
     refuse_missing(models=models, revision=config.revision)
+    refuse_run_as_teacher(models)
     refuse_too_long(max(config.length), models, config.revision, option="--length")
     if config.onnx is not None:
         refuse_files(onnx=config.onnx)
@@ -233,6 +235,7 @@ def embeddings(
     """
     config = validated(EmbeddingsConfig, given)
     refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_run_as_teacher(models)
     refuse_files(save=config.save)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     refuse_no_task_data(config.data, ["stsb"])

@@ -51,7 +51,8 @@ def search(
     Example: minilm-cache search notes.cache --speedup 4 --objective embedding --out found
     """
     config = validated(SearchConfig, given)
-    arch = tuple(f"1x{width}" for width in numbers_of(config.widths, "--widths"))
+    layers, widths = numbers_of(config.layers, "--layers"), numbers_of(config.widths, "--widths")
+    arch = tuple(f"{number}x{width}" for number in layers or [1] for width in widths)
     probe = validated(TrainConfig, {**train, "init_layers": None, "arch": arch or ("1x12",)})
     refuse_file(out)
     refuse_missing(cache=cache)

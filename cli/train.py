@@ -61,11 +61,11 @@ def train(
     config = validated(TrainConfig, with_preset(preset, given))
     refuse_missing(cache=cache, arch=config.arch)
     refuse_files(out=out)
-    if cache is not None:
-        refuse_unserved(config, cache)
     for other in config.also:
         refuse_missing(cache=other)
     refuse_no_labels(config)
+    if cache is not None:
+        refuse_unserved(config, cache)
     refuse_run_of_others(config, out)
     refuse_no_tracker(config.tracker)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds

@@ -310,6 +310,12 @@ class TrimConfig(RevisionSettings, CorpusSettings):
     """Pieces to keep: all that the text has (`texts`), a number of them like 8k, the most frequent ones, or a
     file that lists one a line."""
 
+    @model_validator(mode="after")
+    def _keeps_pieces_of_texts(self) -> "TrimConfig":
+        if self.vocab == OF_CACHE:
+            raise ValueError("--vocab cache goes with train. Give texts, a number of pieces, or a file")
+        return self
+
 
 class SliceConfig(NamedTeacherSettings, CorpusSettings):
     """Settings of `slice`: a teacher, the shape to cut, and the text that the cut is fitted to."""

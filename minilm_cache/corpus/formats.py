@@ -105,6 +105,22 @@ def _is_text(file: Path) -> bool:
     return file.suffix in IN_FOLDERS and file.name != "README.md"
 
 
+def parts_of_hub_name(name: str) -> tuple[str, str | None, str]:
+    """Return the data set, the configuration and the split of `hf:ID[:CONFIG][:SPLIT]`.
+
+    A configuration of None means the only one.
+
+    Raises:
+        CorpusError: the name is none of these.
+    """
+    identifier, *rest = name.removeprefix(HUB_PREFIX).split(":")
+    if not identifier or len(rest) > 2:  # noqa: PLR2004 - config and split
+        raise CorpusError(
+            f"corpus {name}: write {HUB_PREFIX}ID, {HUB_PREFIX}ID:CONFIG or {HUB_PREFIX}ID:CONFIG:SPLIT."
+        )
+    return identifier, rest[0] if rest and rest[0] else None, rest[1] if len(rest) > 1 else "train"
+
+
 def file_of_records(name: str, option: str) -> Path:
     """Return the file of records that an option names.
 

@@ -33,6 +33,7 @@ from minilm_cache.corpus.formats import (
     corpus_files,
     joined_columns,
     joined_text,
+    parts_of_hub_name,
     separated_otherwise,
 )
 from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
@@ -476,13 +477,7 @@ def _batches(files: Sequence[Path], reading: _Reading) -> Iterator[list[Record]]
 
 
 def _load_hub(name: str) -> datasets.Dataset:
-    identifier, *rest = name.removeprefix(HUB_PREFIX).split(":")
-    if not identifier or len(rest) > 2:  # noqa: PLR2004 - config and split
-        raise CorpusError(
-            f"corpus {name}: write {HUB_PREFIX}ID, {HUB_PREFIX}ID:CONFIG or {HUB_PREFIX}ID:CONFIG:SPLIT."
-        )
-    config = rest[0] if rest and rest[0] else None
-    split = rest[1] if len(rest) > 1 else "train"
+    identifier, config, split = parts_of_hub_name(name)
     try:
         loaded = datasets.load_dataset(
             identifier, config, split=split, cache_dir=arrow_cache(Path(identifier))

@@ -14,7 +14,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.glue import read_dev
 from minilm_cache.evaluate.metrics import text_scores
-from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
+from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
@@ -25,6 +25,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file
 from minilm_cache.store.layout import CARD
+from minilm_cache.train.folder import refuse_run_as_teacher
 
 try:
     from sentence_transformers import SentenceTransformer

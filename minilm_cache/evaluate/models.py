@@ -162,15 +162,6 @@ def load_with_head(
     return drawn
 
 
-def refuse_run_as_teacher(names: Sequence[str]) -> None:
-    """Raise InvalidConfigError if the first name, that of the teacher, is a run."""
-    if names and (is_run(Path(names[0])) or runs_of(Path(names[0]))):
-        raise InvalidConfigError(
-            f"the first model is the teacher that the others are compared with, and {names[0]} is a run of "
-            f"students. Name its teacher first, like: mini {names[0]}."
-        )
-
-
 def _with_runs(names: Iterable[str]) -> Iterator[str]:
     """Yield names of models; a chain, a study or a search stands for its complete runs."""
     for name in names:

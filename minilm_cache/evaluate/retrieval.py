@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.embeddings import sentence_encoder
-from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
+from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
+from minilm_cache.train.folder import refuse_run_as_teacher
 
 try:
     import pytrec_eval

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
+from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.models.device import choose_device, enough_memory
@@ -23,6 +23,7 @@ from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
+from minilm_cache.train.folder import refuse_run_as_teacher
 
 TORCH: Final = "torch"
 ONNX: Final = "onnx"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.evaluate.examples import SpanExample, Track
 from minilm_cache.evaluate.files import Source, load_hub, read_json, read_lines, read_text
-from minilm_cache.evaluate.tasks import SpanTask, task_folder
+from minilm_cache.evaluate.tasks import SpanTask, named_file, task_folder
 
 LANGUAGES: Final = ("ar", "de", "en", "es", "hi", "vi", "zh")
 """Languages of MLQA (Lewis et al. 2020, arXiv 1910.07475)."""
@@ -48,12 +48,7 @@ def _read_sets(task: SpanTask, folder: Path, *, name: str, file: str) -> dict[st
 
 
 def _read_file(task: SpanTask, folder: Path, name: str) -> list[SpanExample]:
-    file = folder / name
-    if not file.is_file():
-        raise CorpusError(
-            f"{folder} has no {name}. Give the folder in the official layout, or one that holds it as "
-            f"{task.title}."
-        )
+    file = named_file(folder, name, task)
     document = read_json("\n".join(read_lines(file)), str(file))
     examples = _examples(_rows(document), task, str(file))
     if not examples:

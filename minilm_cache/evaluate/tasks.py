@@ -423,3 +423,17 @@ def file_of(data: Path, task: TextTask, set_file: SetFile, *, kind: str) -> Path
             f"as {task.title}."
         )
     return file
+
+
+def named_file(folder: Path, name: str, task: SpanTask) -> Path:
+    """Return a file of a task of questions.
+
+    Raises:
+        CorpusError: there is no such file.
+    """
+    if not (folder / name).is_file():
+        raise CorpusError(
+            f"{folder} has no {name}. Give the folder in the official layout, or one that holds it as "
+            f"{task.title}."
+        )
+    return folder / name

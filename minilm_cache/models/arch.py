@@ -197,3 +197,22 @@ def layers_for(
             f"{shape.num_layers}. Name one for each layer of the student."
         )
     return layers
+
+
+def refuse_larger(shape: StudentShape, hidden_size: int, embedding_size: int) -> None:
+    """Raise InvalidConfigError for a shape that is wider than the teacher it is cut from.
+
+    Args:
+        shape: shape of the student.
+        hidden_size: hidden size of the teacher.
+        embedding_size: width of the teacher's embedding.
+    """
+    sizes = [("hidden size", shape.hidden_size, hidden_size)]
+    if shape.embedding_size != shape.hidden_size:
+        sizes = [*sizes, ("embedding size", shape.embedding_size, embedding_size)]
+    for what, wanted, most in sizes:
+        if wanted > most:
+            raise InvalidConfigError(
+                f"--arch {shape.arch}: {what} {wanted} is above the teacher's {most}, so it cannot be cut "
+                "from it. Take a narrower shape, or --init random."
+            )

@@ -15,6 +15,8 @@ class Outline:
     num_layers: int | None
     """None means that only transformers can tell, here and below."""
     num_heads: int | None
+    hidden_size: int | None
+    embedding_size: int | None
     positions: int | None
     """Greatest length of a sequence, with the positions that some families reserve."""
     answers: int | None
@@ -39,6 +41,8 @@ class Outline:
             name=source.name,
             num_layers=_number(config.get("num_hidden_layers")),
             num_heads=_number(config.get("num_attention_heads")),
+            hidden_size=_number(config.get("hidden_size")),
+            embedding_size=_number(config.get("embedding_size", config.get("hidden_size"))),
             positions=_number(config.get("max_position_embeddings")),
             answers=_answers(config),
         )

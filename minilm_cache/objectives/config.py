@@ -20,7 +20,7 @@ from minilm_cache.objectives.spec import (
     spec_of,
 )
 from minilm_cache.settings import FrozenSettings
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind
 from minilm_cache.storage_schema.states import (
     LABELS,
     LOGITS,
@@ -378,6 +378,50 @@ def check_pooled(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
         raise InvalidConfigError(
             f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
             f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
+        )
+
+
+SCORE, MARGIN_MSE, LISTWISE, RANKNET = "score", "margin-mse", "listwise", "ranknet"
+"""Objectives of the scores that a teacher gives to pairs of texts."""
+
+
+def is_bi_encoder(config: ObjectiveConfig) -> bool:
+    """Return whether a student of scores reads each text alone."""
+    return (config.encoder or ("bi" if config.objective == MARGIN_MSE else "cross")) == "bi"
+
+
+def check_scores(config: ObjectiveConfig, identity: CacheIdentity) -> None:
+    """Raise InvalidConfigError if a cache has not the pairs or groups that an objective of scores needs."""
+    name, states = config.objective, identity.states
+    if name not in (SCORE, MARGIN_MSE, LISTWISE, RANKNET):
+        return
+    is_bi, is_grouped = is_bi_encoder(config), name != SCORE
+    if identity.packing.pair is None and (is_bi or is_grouped):
+        raise InvalidConfigError(
+            f"--objective {name} needs scores of pairs of texts, and this cache holds single texts. Dump one "
+            "with --pair-columns and --logits."
+        )
+    if is_grouped and not identity.corpus.groups:
+        raise InvalidConfigError(
+            f"--objective {name} compares the documents of a query, and the records of this cache are single "
+            "pairs. Dump records of queries with several documents (--pair-columns query,documents), or take "
+            "--objective score."
+        )
+    classes = None if states is None else states.num_classes
+    if classes is not None and classes > 1 and (is_bi or is_grouped):
+        raise InvalidConfigError(
+            f"--objective {name} takes a teacher that gives one score, and this one answers with {classes} "
+            "classes. Take --objective score or tinybert-prediction, as a cross-encoder."
+        )
+
+
+def check_logits(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
+    """Raise InvalidConfigError for an objective that needs logits of a cache that holds none."""
+    if config.spec.needs.logits and LOGITS not in held_signals(stored):
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs states that this cache does not hold: logits (--logits). "
+            "Add them: `minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for "
+            f"{config.objective}."
         )
 
 

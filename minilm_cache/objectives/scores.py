@@ -8,7 +8,7 @@ group, as far as a batch holds it.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +27,17 @@ from minilm_cache.objectives.base import (
     StudentObjective,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.config import (
+    LISTWISE,
+    MARGIN_MSE,
+    RANKNET,
+    SCORE,
+    ObjectiveConfig,
+    check_scores,
+    is_bi_encoder,
+)
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS
-
-SCORE, MARGIN_MSE, LISTWISE, RANKNET = "score", "margin-mse", "listwise", "ranknet"
 
 
 class Scores(NamedTuple):
@@ -166,26 +172,10 @@ class ScoresOfPairs(ObjectiveKind):
         Raises:
             InvalidConfigError: the cache holds no pairs, or the teacher answers with several numbers.
         """
-        name, manifest = request.config.objective, request.cache.manifest
-        states, pair = manifest.identity.states, manifest.identity.packing.pair
-        is_bi, is_grouped = _is_bi_encoder(request.config), name != SCORE
-        if pair is None and (is_bi or is_grouped):
-            raise InvalidConfigError(
-                f"--objective {name} needs scores of pairs of texts, and this cache holds single texts. Dump "
-                "one with --pair-columns and --logits."
-            )
-        if is_grouped and not manifest.identity.corpus.groups:
-            raise InvalidConfigError(
-                f"--objective {name} compares the documents of a query, and the records of this cache are "
-                "single pairs. Dump records of queries with several documents (--pair-columns "
-                "query,documents), or take --objective score."
-            )
-        classes = None if states is None else states.num_classes
-        if classes is not None and classes > 1 and (is_bi or is_grouped):
-            raise InvalidConfigError(
-                f"--objective {name} takes a teacher that gives one score, and this one answers with "
-                f"{classes} classes. Take --objective score or tinybert-prediction, as a cross-encoder."
-            )
+        identity = request.cache.manifest.identity
+        check_scores(request.config, identity)
+        is_bi = is_bi_encoder(request.config)
+        classes = None if identity.states is None else identity.states.num_classes
         if request.labels is not None and classes is not None and classes > 1:
             raise InvalidConfigError(
                 f"--own-labels: this teacher answers with {classes} classes. Take --objective "
@@ -194,7 +184,7 @@ class ScoresOfPairs(ObjectiveKind):
         return WantedTargets(
             kinds=(),
             signals=(LOGITS,),
-            queries=is_bi or is_grouped,
+            queries=is_bi or request.config.objective != SCORE,
             apart=is_bi,
             labels=request.labels,
         )
@@ -208,13 +198,6 @@ class ScoresOfPairs(ObjectiveKind):
             _loss(request.config),
             last_layer=student.num_layers if wanted.apart else None,
         )
-
-
-def _is_bi_encoder(config: ObjectiveConfig) -> bool:
-    return (config.encoder or _DEFAULT_ENCODERS.get(config.objective, "cross")) == "bi"
-
-
-_DEFAULT_ENCODERS: Final = {MARGIN_MSE: "bi"}
 
 
 def _loss(config: ObjectiveConfig) -> Callable[[Scores], Float[Tensor, ""]] | None:

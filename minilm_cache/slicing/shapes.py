@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.models.arch import StudentShape, layers_for
+from minilm_cache.models.arch import StudentShape, layers_for, refuse_larger
 from minilm_cache.models.families import family_of
 from minilm_cache.slicing.parts import refuse_unsliceable
 
@@ -46,16 +46,8 @@ def check_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
             f"--arch {shape.arch}: a position bias belongs to each of the teacher's {heads} heads, so "
             f"{shape.num_heads} heads cannot be cut from them. Give the student {heads}, with :h{heads}."
         )
-    embedding_size = getattr(teacher, "embedding_size", teacher.hidden_size)
-    sizes: Sequence[tuple[str, int, int]] = [("hidden size", shape.hidden_size, teacher.hidden_size)]
-    if shape.embedding_size != shape.hidden_size:
-        sizes = [*sizes, ("embedding size", shape.embedding_size, embedding_size)]
-    for what, wanted, most in sizes:
-        if wanted > most:
-            raise InvalidConfigError(
-                f"--arch {shape.arch}: {what} {wanted} is above the teacher's {most}, so it cannot be cut "
-                "from it. Take a narrower shape, or --init random."
-            )
+    width = teacher.hidden_size
+    refuse_larger(shape, width, getattr(teacher, "embedding_size", width))
 
 
 def take_layer_types(config: PreTrainedConfig, teacher: PreTrainedConfig, layers: Sequence[int]) -> None:

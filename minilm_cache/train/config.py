@@ -11,6 +11,7 @@ from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
+from minilm_cache.train.folder import refuse_no_models
 
 RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
@@ -268,3 +269,5 @@ def refuse_no_beginning(init: str | None) -> None:
             f"--init {init}: there is no such folder. Give {', '.join((RANDOM, *FROM_TEACHER))}, or the "
             "folder of a model or of a run."
         )
+    if init not in (None, RANDOM, *FROM_TEACHER):
+        refuse_no_models(Path(str(init)))

@@ -1,10 +1,11 @@
 """The layout of a run's folder; no other module knows it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import IdentityMismatchError, TeacherError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, TeacherError
 from minilm_cache.models.locate import CONFIG
 from minilm_cache.store.durable import linked_part
 from minilm_cache.store.layout import described_otherwise
@@ -108,4 +109,13 @@ def refuse_no_models(folder: Path) -> None:
         raise TeacherError(
             f"{folder} is neither a model nor a run: it has no {CONFIG} and no {RUN_FILE}."
             f"{described_otherwise(folder) or ' Name a folder that has one of them.'}"
+        )
+
+
+def refuse_run_as_teacher(names: Sequence[str]) -> None:
+    """Raise InvalidConfigError if the first name, that of the teacher, is a run."""
+    if names and (is_run(Path(names[0])) or runs_of(Path(names[0]))):
+        raise InvalidConfigError(
+            f"the first model is the teacher that the others are compared with, and {names[0]} is a run of "
+            f"students. Name its teacher first, like: mini {names[0]}."
         )

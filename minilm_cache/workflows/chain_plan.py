@@ -17,7 +17,6 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.config import check_codec, split_into
 from minilm_cache.objectives.several import check_also
-from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.settings import Settings, WrittenSettings, first_problem, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import (
@@ -45,6 +44,7 @@ from minilm_cache.workflows.config import (
     ChainConfig,
     naming_settings,
     refuse_lacking,
+    refuse_other_objective,
 )
 from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
@@ -240,12 +240,7 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         check_codec(each, config.dump.codec)
     if config.train.first is not None:
         _check_first(config)
-    if config.train.spec.needs not in NEEDS_OF_CHAINS:
-        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in NEEDS_OF_CHAINS)
-        raise InvalidConfigError(
-            f"--objective {config.train.objective}: a chain's students learn relations or vectors of texts. "
-            f"Use {fitting}, or dump and train stage by stage."
-        )
+    refuse_other_objective(config.train)
     _check_init(config.train)
     check_also(config.train.also, home=None)
     if config.train.layer_map != "last":

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.evaluate.settings import RECORDS, is_own_task
+from minilm_cache.evaluate.settings import RECORDS, EvaluateConfig, is_own_task
 from minilm_cache.models.decoding import DecodingOptions
-from minilm_cache.objectives.spec import Needs
-from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings
+from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings, validated
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import counted
@@ -74,6 +74,16 @@ def refuse_lacking(*, dump: Collection[str], train: Collection[str], assistants:
     for flag, is_given in given.items():
         if not is_given:
             raise InvalidConfigError(f"{flag} is missing. Give it, or a CHAIN.yaml that says it.")
+
+
+def refuse_other_objective(config: TrainConfig) -> None:
+    """Raise InvalidConfigError for an objective that needs more than the caches of a chain hold."""
+    if config.spec.needs not in NEEDS_OF_CHAINS:
+        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in NEEDS_OF_CHAINS)
+        raise InvalidConfigError(
+            f"--objective {config.objective}: a chain's students learn relations or vectors of texts. Use "
+            f"{fitting}, or dump and train stage by stage."
+        )
 
 
 class SearchTextConfig(CorpusSettings, RevisionSettings):
@@ -283,3 +293,20 @@ def check_task_stage(
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def evaluation_of(config: TaskStageConfig, more: Mapping[str, Any]) -> EvaluateConfig:
+    """Return the settings by which a task stage scores its students.
+
+    Args:
+        config: settings of the stage.
+        more: further settings of the evaluation, by name.
+
+    Raises:
+        InvalidConfigError: there is no such task, or its data are not named.
+    """
+    settings: dict[str, Any] = {"task": (config.task,), "data": config.data, "as_is": True}
+    own = {name: getattr(config, name) for name in ("text_columns", "label_column", "dev")}
+    defaults = TaskStageConfig.model_fields
+    given = {name: value for name, value in own.items() if value != defaults[name].default}
+    return validated(EvaluateConfig, {**settings, **given, **more})

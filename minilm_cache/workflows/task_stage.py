@@ -18,7 +18,6 @@ from minilm_cache.errors import IdentityMismatchError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
-from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
@@ -27,7 +26,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
-from minilm_cache.workflows.config import TaskStageConfig
+from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
 
 TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
 """Names of what is made, in the folder of the stage."""
@@ -73,7 +72,7 @@ def run_task_stage(
     """
     assert config.task is not None
     shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
-    evaluating = validated(EvaluateConfig, {**_of_evaluation(config), "as_is": True, **shared})
+    evaluating = evaluation_of(config, shared)
     task, examples = text_task(evaluating, config.task, session)
     examples = sample_examples(examples, config.max_train)
     teacher = str(dump["teacher"])
@@ -102,13 +101,6 @@ def run_task_stage(
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
-
-
-def _of_evaluation(config: TaskStageConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"task": (config.task,), "data": config.data}
-    own = {name: getattr(config, name) for name in ("text_columns", "label_column", "dev")}
-    defaults = TaskStageConfig.model_fields
-    return settings | {name: value for name, value in own.items() if value != defaults[name].default}
 
 
 def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: int) -> TrainConfig:

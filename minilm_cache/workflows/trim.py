@@ -21,7 +21,7 @@ from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import OF_CACHE, TrimConfig, asked_vocabulary
+from minilm_cache.settings import TrimConfig, asked_vocabulary
 from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.wording import rendered
 
@@ -69,8 +69,6 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
     refuse_existing(out)
     asked = asked_vocabulary(config.vocab)
     source = locate_teacher(config.model, config.revision)
-    if config.vocab == OF_CACHE:
-        raise InvalidConfigError("--vocab cache goes with train. Give texts, a number of pieces, or a file.")
     prompts = read_prompts(source.folder).by_name.values()
     pieces, coverage = Pieces(load_tokenizer(source.folder, has_ends=False), prompts), None
     if asked.file is not None:

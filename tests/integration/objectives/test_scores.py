@@ -15,7 +15,7 @@ from transformers import AutoModel
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.models.inputs import texts_of_pair
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.scores import LISTWISE, MARGIN_MSE, RANKNET, SCORE
+from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET, SCORE
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.sampler import plan_steps
