@@ -179,7 +179,8 @@ def report(
     config = validated(ReportConfig, given)
     refuse_no_runs(runs)
     config.refuse_page(out)
-    refuse_missing(teacher=config.teacher, cache=config.cache)
+    is_one = len(runs) == 1 and is_run(runs[0])
+    refuse_missing(teacher=config.teacher, cache=config.cache if is_one else None)
     from minilm_cache.report.page import report_runs  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.report.tables import summary_table  # noqa: PLC0415 - importing it takes seconds
 

@@ -18,7 +18,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import SearchConfig, numbers_of
+from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.search import Candidate, SearchResult
@@ -54,6 +54,7 @@ def search(
     layers, widths = numbers_of(config.layers, "--layers"), numbers_of(config.widths, "--widths")
     arch = tuple(f"{number}x{width}" for number in layers or [1] for width in widths)
     probe = validated(TrainConfig, {**train, "init_layers": None, "arch": arch or ("1x12",)})
+    refuse_of_one_shape(probe)
     refuse_file(out)
     refuse_missing(cache=cache)
     runtime = config.runtime.removesuffix("-int8")

@@ -14,7 +14,7 @@ from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings, validated
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
 from minilm_cache.wording import counted
 
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
@@ -239,6 +239,19 @@ class SearchConfig(FrozenSettings):
         for name in ("layers", "widths", "feed_forward", "embedding_widths"):
             numbers_of(getattr(self, name), f"--{name.replace('_', '-')}")
         return self
+
+
+def refuse_of_one_shape(config: TrainConfig) -> None:
+    """Raise InvalidConfigError for a setting of a training that a search of many shapes does not have."""
+    if config.init not in (None, RANDOM, *FROM_TEACHER):
+        raise InvalidConfigError(
+            f"--init {config.init} is one model, and a search has many shapes. Give slice, embeddings or "
+            "random."
+        )
+    if config.vocab is not None:
+        raise InvalidConfigError(
+            "--vocab goes with train. Search a shape first, and train it with --vocab then."
+        )
 
 
 _OF_OTHER_TEXTS: Final = (

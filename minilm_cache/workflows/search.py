@@ -40,12 +40,12 @@ from minilm_cache.settings import FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
-from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.wording import counted
-from minilm_cache.workflows.config import SearchConfig, numbers_of
+from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape
 
 RECORD: Final = "search.json"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
@@ -254,6 +254,7 @@ class _Space:
             )
         configs = {}
         probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
+        refuse_of_one_shape(probe)
         for num_layers, size, ratio, table in product(layers, widths, ratios, [None, *tables]):
             if table is not None and table >= size:
                 continue
@@ -261,15 +262,6 @@ class _Space:
             arch += "" if table is None else f":e{table}"
             shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
-        if probe.init not in (None, RANDOM, *FROM_TEACHER):
-            raise InvalidConfigError(
-                f"--init {probe.init} is one model, and a search has many shapes. Give slice, embeddings or "
-                "random."
-            )
-        if probe.vocab is not None:
-            raise InvalidConfigError(
-                "--vocab goes with train. Search a shape first, and train it with --vocab then."
-            )
         return cls(
             config=config,
             train=train,
