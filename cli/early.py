@@ -19,7 +19,7 @@ from minilm_cache.corpus.formats import (
 )
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.dump.config import DumpConfig, ImportConfig
-from minilm_cache.errors import CorpusError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
 from minilm_cache.evaluate.tasks import (
@@ -53,11 +53,18 @@ from minilm_cache.objectives.config import (
     split_into,
 )
 from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
+from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
 from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
 from minilm_cache.store.urls import is_url, parts_of_url
-from minilm_cache.train.config import SLICE, TrainConfig, check_parts, refuse_no_beginning
+from minilm_cache.train.config import (
+    SLICE,
+    TrainConfig,
+    check_batch,
+    check_parts,
+    refuse_no_beginning,
+)
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.wording import differing_values
@@ -330,12 +337,13 @@ def refuse_no_columns(config: EvaluateConfig) -> None:
             check_own_columns(config.dev, config)
 
 
-def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
+def refuse_no_task_data(data: str | None, names: Iterable[str], *, as_is: bool = True) -> None:
     """Raise CorpusError if a folder of published files is not there, or lacks a set; the hub is not asked.
 
     Args:
         data: value of `--data`. None means that there is none.
         names: names of the tasks whose files it has; tasks of one's own are not asked.
+        as_is: whether nothing is fine-tuned, so that training sets may be missing.
     """
     if data is None or f"{data}:".startswith(HUB_PREFIX):
         return
@@ -346,6 +354,8 @@ def refuse_no_task_data(data: str | None, names: Iterable[str]) -> None:
         if isinstance(task, TextTask) and task.languages == "one":
             for set_file in task.dev:
                 file_of(Path(data), task, set_file, kind="dev")
+            if not as_is:
+                file_of(Path(data), task, task.train, kind="training")
 
 
 def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) -> None:
@@ -411,12 +421,10 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
         asked_vocabulary(config.vocab)
     if config.init_teacher is not None:
         Outline.of(config.init_teacher)
-    identity = _manifest_of(str(cache)).identity
-    for each in config.each:
-        check_codec(each, identity.codec.name)
-        check_states(each, identity.states)
-        check_scores(each, identity)
-        check_logits(each, identity.states)
+    manifest = _manifest_of(str(cache))
+    identity = manifest.identity
+    check_batch(config, manifest)
+    _refuse_lacking_of(config, identity)
     if config.teacher_layer is not None and (config.spec.is_relational or config.spec.needs.vectors):
         wanted, codec = (config.teacher_layer,), identity.codec.name
         check_layers(config, wanted, held=identity.layers, codec=codec, place=str(cache))
@@ -429,6 +437,15 @@ def refuse_unserved(config: TrainConfig, cache: str | Path, *, has_shapes: bool 
                 layers_for(shape, identity.teacher.num_layers, config.init_layers)
             if config.init == SLICE and shape.embedding_size == shape.hidden_size:
                 refuse_larger(shape, identity.teacher.hidden_size, identity.teacher.hidden_size)
+
+
+def _refuse_lacking_of(config: TrainConfig, identity: CacheIdentity) -> None:
+    """Raise InvalidConfigError for an objective that needs what a cache does not hold."""
+    for each in config.each:
+        check_codec(each, identity.codec.name)
+        check_states(each, identity.states)
+        check_scores(each, identity)
+        check_logits(each, identity.states)
 
 
 def refuse_no_export(cache: str, *, scores: bool) -> None:
@@ -473,45 +490,46 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
         study: the study.
         here: whether this machine dumps, so that it must have the text.
     """
+    if study.evaluation is not None:
+        with study.located(("evaluate",)):
+            refuse_no_task_data(study.evaluation.data, study.evaluation.task, as_is=False)
+            refuse_no_columns(study.evaluation)
     for name, cache in study.caches.items():
-        if isinstance(cache, DumpConfig) and here:
-            try:
-                refuse_missing(corpus=cache.corpus)
-                refuse_no_text(cache.corpus, cache.text_column, cache.pair_columns)
-            except CorpusError as error:
-                own = ("caches", name, "corpus")
-                study.source.fail(own if study.source.holds(own) else ("dump", "corpus"), str(error))
+        configs = [planned.config for planned in study.passes if planned.cache == name]
         if isinstance(cache, str) and is_url(cache):
             continue
-        heads = _heads_of(cache)
-        if heads is None:
+        identity = None if isinstance(cache, DumpConfig) else _manifest_of(cache).identity
+        with study.located(("objective",)):
+            for config in configs:
+                refuse_no_labels(config)
+                if identity is not None:
+                    _refuse_lacking_of(config, identity)
+        heads = None if identity is None else identity.relation_heads
+        if isinstance(cache, DumpConfig):
+            heads = Outline.of(cache.teacher, cache.revision).num_heads
+            if here:
+                _refuse_no_text_of(study, name, cache)
+        if heads is not None:
+            _refuse_undivided_of(study, configs, heads)
+
+
+def _refuse_no_text_of(study: "Study", name: str, cache: DumpConfig) -> None:
+    own = ("caches", name, "corpus")
+    with study.located(own if study.source.holds(own) else ("dump", "corpus")):
+        refuse_missing(corpus=cache.corpus)
+        refuse_no_text(cache.corpus, cache.text_column, cache.pair_columns)
+
+
+def _refuse_undivided_of(study: "Study", configs: Iterable[TrainConfig], heads: int) -> None:
+    for config in configs:
+        if config.init_teacher is not None:  # shapes of a donor have its heads
             continue
-        for config in (planned.config for planned in study.passes if planned.cache == name):
-            _refuse_no_labels_of(study, config)
-            if config.init_teacher is not None:  # shapes of a donor have its heads
-                continue
-            split = split_into(config.objective, config.relation_heads, heads)
-            for arch in config.arch:
-                try:
-                    parse_arch(arch, heads, split_into=split, compares_heads=config.spec.compares_heads)
-                except InvalidConfigError as error:
-                    study.refuse_arch(arch, str(error))
-
-
-def _refuse_no_labels_of(study: "Study", config: TrainConfig) -> None:
-    try:
-        refuse_no_labels(config)
-    except CorpusError as error:
-        study.source.fail(("objective",), str(error))
-
-
-def _heads_of(cache: DumpConfig | str) -> int | None:
-    """Return the attention heads of a cache's teacher. None means that only transformers can tell."""
-    if isinstance(cache, str):
-        from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
-
-        return read_manifest(Path(cache)).identity.relation_heads
-    return Outline.of(cache.teacher, cache.revision).num_heads
+        split = split_into(config.objective, config.relation_heads, heads)
+        for arch in config.arch:
+            try:
+                parse_arch(arch, heads, split_into=split, compares_heads=config.spec.compares_heads)
+            except InvalidConfigError as error:
+                study.refuse_arch(arch, str(error))
 
 
 def refuse_no_runs(folders: Iterable[Path]) -> None:

@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from minilm_cache.session import Session
 
 
-@options(EvaluateConfig)
+@options(
+    EvaluateConfig,
+    common=(
+        *("task", "data", "text_columns", "label_column", "target_column", "dev", "lr", "epochs", "seeds"),
+        *("max_train", "max_length", "as_is", "keep_models", "device", "out", "json"),
+    ),
+)
 def evaluate(
     given: Given,
     *,
@@ -61,7 +67,7 @@ def evaluate(
     refuse_missing(models=models, revision=config.revision)
     refuse_files(out=out)
     refuse_no_extra("eval", for_what="evaluate")
-    refuse_no_task_data(config.data, config.task)
+    refuse_no_task_data(config.data, config.task, as_is=config.as_is)
     refuse_no_columns(config)
     refuse_too_long_of(config, models)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds

@@ -35,8 +35,9 @@ def ls(
 
     place = store or str(cache_home() / "caches")
     is_remote = is_url(place)
-    if store is not None and not is_remote and not Path(store).is_dir():
-        problem = "is a file" if Path(store).exists() else "does not exist"
+    path = "" if store is None else store.removeprefix("file://")
+    if path and not is_url(path) and not (folder := Path(path)).is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
         raise CacheNotFoundError(f"{store} {problem}. Give the URL or the folder of a store.")
     entries = catalogue(place)
     runs_place = cache_home() / "runs" if store is None else Path(store)

@@ -120,6 +120,8 @@ def _print(result: "TrainResult", place: str) -> None:
     if 0 < result.num_held_out < FEW_HELD_OUT:
         few = counted(result.num_held_out, "sequence")
         print_pairs({"held out": f"{few}, too few to tell whether students became better: give more text"})
+    elif level := [student.arch for student in record.students if student.ended_level]:
+        print_pairs({"note": f"{', '.join(level)} did not become better on held-out text: give more steps"})
     if not record.ended_worse(result.num_held_out):
         # A report opens no URL that a run names: whoever runs it says that it is trusted.
         cache = ["--cache", without_secrets(place)] if is_url(place) else []

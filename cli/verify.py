@@ -65,7 +65,7 @@ def _print(verification: "Verification", *, full: bool) -> None:
             "state": _STATES[verdict.complete],
             "checked": f"{verdict.num_files:,} files, {verdict.num_bytes:,} bytes"
             + ("" if full else " (sizes only; --full reads every byte)"),
-            "damaged": f"{len(verdict.damage)} files",
+            "damaged": f"{len(verdict.damage)} files" + ("" if full else ", by their sizes"),
         }
     )
     if verification.again is not None:

@@ -109,6 +109,8 @@ def differing_values(
 
 def _shown(value: object) -> str:
     """Return a value for a message: a group of values as `some`, hashes by their beginnings."""
+    if value is None:
+        return "nothing"
     if isinstance(value, dict):
         return "some"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -10,10 +10,8 @@ from minilm_cache.store.durable import regular_bytes
 Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""
 TEXT: Final = (".txt", ".md")
-IN_FOLDERS: Final = (*TEXT, ".jsonl", ".parquet", ".csv")
-"""Endings of the files of a folder that are read; others are skipped."""
-KNOWN: Final = (*IN_FOLDERS, ".tsv")
-"""Endings of files that are read where they are named."""
+KNOWN: Final = (*TEXT, ".jsonl", ".parquet", ".csv", ".tsv")
+"""Endings of the files that are read; others of a folder are skipped."""
 _ARCHIVES: Final = {
     b"\x1f\x8b": "gzip",
     b"BZh91AY&SY": "bzip2",
@@ -69,7 +67,7 @@ def corpus_files(path: Path) -> list[Path]:
         raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
     files = [file for file in _visible(path) if _is_text(file)]
     if not files:
-        raise CorpusError(f"corpus {path} is empty: no {', '.join(IN_FOLDERS)} file in this folder.")
+        raise CorpusError(f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder.")
     return files
 
 
@@ -102,7 +100,7 @@ def _visible(folder: Path) -> list[Path]:
 
 def _is_text(file: Path) -> bool:
     """Return whether a file of a folder is read; a README.md describes the folder and is not."""
-    return file.suffix in IN_FOLDERS and file.name != "README.md"
+    return file.suffix in KNOWN and file.name != "README.md"
 
 
 def parts_of_hub_name(name: str) -> tuple[str, str | None, str]:

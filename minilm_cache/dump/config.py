@@ -281,7 +281,10 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
         if self.pair_columns is not None and self.text_column is not None:
             raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
         if self.codec == "none" and not self.has_states:
-            raise ValueError("--codec none stores no relations, and no state is given: nothing to store")
+            raise ValueError(
+                "--codec none stores no relations, and no state is given: nothing to store. Add --for "
+                "embedding, or a state"
+            )
         if self.pooled and self.packing == "packed":
             raise ValueError(
                 "--pooled goes with --packing records or pairs: a vector is about one document, or one pair"

@@ -55,6 +55,8 @@ class Evaluation(Described):
     summaries: list[Summary]
     cards: list[Path]
     """Model cards that scores were written into."""
+    remarks: tuple[str, ...] = ()
+    """What scores do not say, such as which ones may be those of a constant answer."""
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
@@ -146,7 +148,8 @@ def evaluate_models(
         which = f"{number} of {len(trials)}"
         records.append(record or _run_trial(trial, config, device=device, watcher=watcher, which=which))
     summaries = summarise(records)
-    for remark in _no_better_than_chance(trials, summaries):
+    remarks = tuple(_no_better_than_chance(trials, summaries))
+    for remark in remarks:
         session.progress.note(remark)
     cards = [_card(model, summaries) for model in trained] if config.card else []
     num_other_versions = sum(
@@ -158,7 +161,9 @@ def evaluate_models(
             "trial.json lists them. Give another --out to run these trials again."
         )
     folders = [trial.folder for trial in trials]
-    return Evaluation(path=out, trials=records, folders=folders, summaries=summaries, cards=cards)
+    return Evaluation(
+        path=out, trials=records, folders=folders, summaries=summaries, cards=cards, remarks=remarks
+    )
 
 
 def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary]) -> Iterator[str]:

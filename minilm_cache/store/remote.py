@@ -109,8 +109,10 @@ _DENIED: Final = (
     obstore.exceptions.UnauthenticatedError,
 )
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
-_DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", "169.254.16", "169.254.17")
-"""What errors say that have no type of their own. The last are servers that are asked where no key is set."""
+_METADATA: Final = ("169.254.16", "169.254.17")
+"""Addresses of servers that are asked where no key is set."""
+_DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", *_METADATA)
+"""What errors say that have no type of their own."""
 _RETRY_REMEDY: Final = (
     "Check the URL and the network and run the same command again: what has arrived is kept"
 )
@@ -147,7 +149,10 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
             ) from error
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
-        raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
+        reason = first_line(error)
+        if any(address in reason for address in _METADATA):
+            reason = "the environment holds no credentials for it"
+        raise kind(f"cannot {doing} {url}: {reason}. {remedy}.") from error
 
 
 @dataclass(frozen=True, slots=True)

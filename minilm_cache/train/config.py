@@ -11,6 +11,7 @@ from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.train.folder import refuse_no_models
 
 RANDOM: Final = "random"
@@ -180,6 +181,20 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
         raise InvalidConfigError(
             f"--loss similarity and --matryoshka compare the texts of a part, and each of the {num_parts} "
             "parts has one. Take a larger --batch-size, or fewer --accumulate."
+        )
+
+
+_SMALL_BATCH: Final = 64
+"""Largest batch that any cache may be trained with: defaults have to work on a handful of texts."""
+
+
+def check_batch(config: TrainConfig, manifest: CacheManifest) -> None:
+    """Raise InvalidConfigError for a batch that is larger than a cache."""
+    most = max(manifest.num_train, _SMALL_BATCH)
+    if config.batch_size > most:
+        raise InvalidConfigError(
+            f"--batch-size {config.batch_size}: the cache has {manifest.num_train} sequences to train on, "
+            f"and a step that holds them several times teaches nothing. Take at most {most}."
         )
 
 

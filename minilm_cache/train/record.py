@@ -217,6 +217,12 @@ class StudentRecord(_Record):
             before, after = sum(self.held_out_before.values()), sum(self.held_out_after.values())
         return after > _WORSE * before
 
+    @property
+    def ended_level(self) -> bool:
+        """Whether its held-out loss ended no lower than that of its initial weights, and not much higher."""
+        before, after = self.loss_before, self.loss_after
+        return before is not None and after is not None and after >= before and not self.ended_worse
+
 
 class VocabularyRecord(_Record):
     """The pieces that the students of a run have, and what they cover of its held-out sequences."""

@@ -20,12 +20,10 @@ import numpy.typing as npt
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.ranges import Segments
-from minilm_cache.train.config import Batches, TrainConfig, check_parts
+from minilm_cache.train.config import Batches, TrainConfig, check_batch, check_parts
 
 _POOL_BATCHES = 32
 """Batches whose sequences are sorted by length together."""
-_SMALL_BATCH = 64
-"""Largest batch that any cache may be trained with: defaults have to work on a handful of texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +233,7 @@ def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank
         raise InvalidConfigError(
             "--batches by-query is for pairs of texts, and this cache holds single texts. Leave it out."
         )
-    most = max(manifest.num_train, _SMALL_BATCH)
-    if config.batch_size > most:
-        raise InvalidConfigError(
-            f"--batch-size {config.batch_size}: the cache has {manifest.num_train} sequences to train on, "
-            f"and a step that holds them several times teaches nothing. Take at most {most}."
-        )
+    check_batch(config, manifest)
     streams = tuple(
         SequenceOrder(
             segments=reader.segments,

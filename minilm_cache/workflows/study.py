@@ -247,9 +247,9 @@ def _compare(
     Raises:
         DivergedError: no pass has such a student.
     """
-    has_scores = study.evaluation is not None
-    evaluation: Evaluation | None = results[0] if has_scores else None
-    have_learned: tuple[bool, ...] = results[1:] if has_scores else results
+    num_scores = int(study.evaluation is not None)
+    evaluation: Evaluation | None = results[0] if num_scores else None
+    have_learned: tuple[bool, ...] = results[num_scores:]
     runs = _opened(study, folder, have_learned, home=session.home)
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
@@ -269,7 +269,7 @@ def _compare(
         agreements=_agreements(runs, teacher, masked),
         scores=scores,
     )
-    summary = _write_tables(students, folder)
+    remarks = () if evaluation is None else evaluation.remarks
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
     write_report(
         folder / REPORT_FILE,
@@ -277,15 +277,15 @@ def _compare(
         students,
         teacher=shown,
         title=study.source.path.stem,
-        # The teacher is scored first.
-        teachers_scores=None if evaluation is None else scores.get(evaluation.trials[0].model),
+        teachers_scores=None if evaluation is None else scores.get(evaluation.trials[0].model),  # the first
+        remarks=remarks,
     )
     return StudyResult(
         path=folder,
         students=students,
-        summary=summary,
+        summary=_write_tables(students, folder),
         diverged=_diverged(study, have_learned),
-        cautions=tuple(cautions(runs)),
+        cautions=(*cautions(runs), *remarks),
         evaluation=evaluation,
     )
 

@@ -3,7 +3,7 @@
 import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NoReturn
 from pydantic import Field, ValidationError
 
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
+from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.config import ObjectiveConfig, check_codec, default_of, slug_forms
@@ -206,6 +206,18 @@ class Study:
     def made(self) -> dict[str, Assistant]:
         """The assistants by the names of their caches."""
         return {assistant.name: assistant for assistant in self.assistants}
+
+    @contextmanager
+    def located(self, location: Location) -> Iterator[None]:
+        """Turn errors of settings and of texts into errors at a line of the document.
+
+        Args:
+            location: keys that lead to what the settings come from.
+        """
+        try:
+            yield
+        except (CorpusError, InvalidConfigError) as error:
+            self.source.fail(location, str(error))
 
     def refuse_arch(self, arch: str, problem: str) -> NoReturn:
         """Raise InvalidConfigError at the line of a shape: that of the study, or of an objective's own."""

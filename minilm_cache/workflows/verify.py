@@ -1,18 +1,19 @@
 """Verifies a cache: its files are what was committed, and its teacher still gives the same relations."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minilm_cache.cache import open_cache, row_checker
-from minilm_cache.corpus.load import load_corpus
-from minilm_cache.corpus.records import Roles
 from minilm_cache.dump.config import VerifyConfig
-from minilm_cache.dump.recheck import Recheck, recheck
 from minilm_cache.errors import InvalidConfigError, VerificationError
 from minilm_cache.session import ALONE, Session
+from minilm_cache.store.reader import CacheReader, Segment
 from minilm_cache.store.urls import is_url
 from minilm_cache.store.verify import Verdict, default_threads, verify, verify_url
-from minilm_cache.train.card import student_prompts
+
+if TYPE_CHECKING:
+    from minilm_cache.dump.recheck import Recheck
 
 _LISTED = 10
 """Most shards that a message lists."""
@@ -25,7 +26,7 @@ class Verification:
     path: Path | str
     """Folder of the cache, or its URL."""
     verdict: Verdict
-    again: Recheck | None
+    again: "Recheck | None"
     """Differences of the teacher, run again, from the cache. None means that no teacher was run."""
 
     @property
@@ -93,10 +94,28 @@ def verify_cache(
         return Verification(path=str(path), verdict=remote, again=None)
     path = Path(path)
     verdict = verify(
-        path, full=config.full, num_threads=default_threads(), check_rows=row_checker, session=session
+        path, full=config.full, num_threads=default_threads(), check_rows=_row_checker, session=session
     )
     if config.teacher is None or verdict.damage:
         return Verification(path=path, verdict=verdict, again=None)
+    return Verification(path=path, verdict=verdict, again=_again(path, config, session))
+
+
+def _row_checker(reader: CacheReader) -> Callable[[Segment], None]:
+    from minilm_cache.cache import row_checker  # noqa: PLC0415 - torch takes seconds
+
+    return row_checker(reader)
+
+
+def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
+    """Return what the teacher of a cache gives, run again, on the text if one is given."""
+    assert config.teacher is not None
+    from minilm_cache.cache import open_cache  # noqa: PLC0415 - torch takes seconds
+    from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - with it
+    from minilm_cache.corpus.records import Roles  # noqa: PLC0415 - with it
+    from minilm_cache.dump.recheck import recheck  # noqa: PLC0415 - with it
+    from minilm_cache.train.card import student_prompts  # noqa: PLC0415 - with it
+
     cache, text = open_cache(path), None
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
@@ -112,11 +131,10 @@ def verify_cache(
             pair_columns=labels.pair_columns,
         )
         text = text.with_prompt(cache.manifest.identity.packing.prompt)
-    again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
-    return Verification(path=path, verdict=verdict, again=again)
+    return recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
 
 
-def _raise_if_different(path: Path | str, again: Recheck) -> None:
+def _raise_if_different(path: Path | str, again: "Recheck") -> None:
     """Raise VerificationError if teacher or corpus are others, or give other relations, states or tokens."""
     if again.identity:
         raise VerificationError(

@@ -221,7 +221,7 @@ def test_misuse_is_one_line(world: World, command: Command, tmp_path: Path) -> N
     command.fails(*short, "2x32:b16", code=2, says="bottlenecks")
     command.fails(*short, "2x16", "--layers", "0,3", code=2, says="--layers 0,3: give different numbers")
     command.fails(*short, "2x16", "--layers", "2,0", code=2, says="ascending")
-    command.fails(*short, "2x16", "--layers", "2", code=2, says="names 1 layers")
+    command.fails(*short, "2x16", "--layers", "2", code=2, says="names 1 layer,")
     command.fails(*short, "2x16:s3", code=2, says="Leave out :s3")
     command.fails(*words, "--max-length", 90, "--arch", "2x16", code=2, says="--max-length")
     (tmp_path / "x").mkdir()

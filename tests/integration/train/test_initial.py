@@ -82,7 +82,7 @@ def test_a_shape_that_cannot_be_cut_begins_with_random_weights_and_says_why(
     [
         ({"arch": ("2x64",)}, "hidden size 64 is above the teacher's 32"),
         ({"arch": ("2x32:b16",)}, "bottlenecks"),
-        ({"init_layers": "1"}, "names 1 layers"),
+        ({"init_layers": "1"}, "names 1 layer,"),
         ({"init_layers": "1,x"}, "different numbers from 0 to 2"),
         ({"init_layers": "2,1"}, "ascending"),
     ],

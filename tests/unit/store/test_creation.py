@@ -153,5 +153,5 @@ def test_a_group_is_named_and_a_long_value_is_shortened() -> None:
     assert list(differing_values(there, asked)) == [
         "codec.name (none there, vectors asked)",
         "sha256 (0000000000000... there, 1111111111111... asked)",
-        "states (some there, None asked)",
+        "states (some there, nothing asked)",
     ]

@@ -92,6 +92,8 @@ def test_threads_share_a_mirror_that_keeps_almost_nothing(complete: Path, tmp_pa
     reader = MirrorReader(str(complete), tmp_path, max(sizes_of(complete)))
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: check(reader, complete, n), [0, 1, 2, 3, 4, 5] * 2))
+    # Two threads that make room at once leave it to whoever fetches next.
+    check(reader, complete, min({0, 1, 2, 3, 4, 5} - kept_in(reader.root)))
 
     assert len(kept_in(reader.root)) <= 1
 
