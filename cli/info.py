@@ -148,7 +148,9 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         pairs["KL bound"] = bound
     if manifest.measured is not None:
         measured = manifest.measured
-        pairs["size of shards"] = f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
+        pairs["size of shards"] = (
+            f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
+        )
     return pairs
 
 
