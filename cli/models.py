@@ -88,8 +88,8 @@ def augment(
     """
     config = validated(AugmentConfig, given)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, out=out)
-    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.dump.augment import augment as run_augment  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
@@ -156,8 +156,9 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """
     config = validated(TruncateConfig, given)
-    refuse_missing(teacher=config.teacher, revision=config.revision, out=out)
+    refuse_missing(teacher=config.teacher, revision=config.revision)
     refuse_uncut(config)
+    refuse_missing(out=out)
     from minilm_cache.models.truncate import truncate as run_truncate  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()

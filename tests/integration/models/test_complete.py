@@ -200,13 +200,13 @@ def test_every_command_comes_through_the_door(
     if command_line == "train":
         world.dump()
     words: dict[str, tuple[object, ...]] = {
-        "dump": ("--teacher", broken, "--corpus", world.corpus, *out),
+        "dump": ("--teacher", broken, "--corpus", world.corpus, "--max-length", 32, *out),
         "slice": ("--teacher", broken, "--corpus", world.corpus, "--arch", "1x16", *out),
-        "speed": (broken,),
+        "speed": (broken, "--length", 32),
         "truncate": ("--teacher", broken, "--layers", "0", *out),
         "train": (world.root / "cache", "--arch", "2x32", "--init", broken, *out),
         "evaluate": (broken, "--task", "sst2", "--data", tmp_path / "sst2"),
-        "head": ("--teacher", broken, "--corpus", world.corpus, *out),
+        "head": ("--teacher", broken, "--corpus", world.corpus, "--max-length", 32, *out),
     }
     if command_line == "evaluate":
         (tmp_path / "sst2").mkdir()
