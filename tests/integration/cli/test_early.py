@@ -159,6 +159,10 @@ READ = {
     "study shape.yaml": "shape.yaml, line 2, arch.0: --arch 3x3z",
     "study text.yaml --dry-run": "text.yaml, line 1, dump.corpus: corpus nosuch.txt does not exist",
     "study own.yaml": "own.yaml, line 3, caches.two.corpus: corpus nosuch.txt does not exist",
+    "study scores.yaml": "scores.yaml, line 3, evaluate: empty has no dev set of SST-2",
+    "study cache.yaml": "this cache does not hold: logits (--logits)",
+    "train cache --arch 2x32 --batch-size 100k": "Take at most",
+    "ls file:///nosuch": "file:///nosuch does not exist",
     "study heads.yaml": "heads.yaml, line 2, arch.1: --arch 3x33",
     "evaluate teacher --task table.csv --label-column nosuch": "no column 'nosuch'",
     "evaluate teacher --task nosuch.csv": "nosuch.csv is not a file",
@@ -203,6 +207,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two = "caches:\n  two: {corpus: nosuch.txt}\n"
     (folder / "own.yaml").write_text(f"dump: {{teacher: teacher}}\n{two}arch: [2x32]\n")
     (folder / "heads.yaml").write_text(f"{study}arch: [2x32, 3x33]\n")
+    scores = "evaluate: {task: sst2, data: empty}\n"
+    (folder / "scores.yaml").write_text(f"{study}arch: [2x32]\n{scores}")
+    given = "caches: {one: {cache: cache}}\n"
+    (folder / "cache.yaml").write_text(f"{given}arch: [2x32]\nobjective: [score]\n")
     (folder / "shape.yaml").write_text(f"{study}arch: [3x3z]\n")
     world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))
     world.dump("cache")
@@ -247,6 +255,9 @@ def test_what_can_be_read_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "later.jsonl").write_text('{"title": "ba"}\n{"body": "be", "title": null}\n')
     refuse_no_text(str(tmp_path / "later.jsonl"), "title+body")
     refuse_no_text(str(tmp_path), "query")
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "one.tsv").write_text("text\tlabel\nba\t1\n")
+    refuse_no_text(str(tmp_path / "tables"), None)
 
 
 PACKAGES = {
