@@ -326,24 +326,27 @@ def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | Non
 
 
 def refuse_no_columns(config: EvaluateConfig) -> None:
-    """Raise CorpusError if a task of the user's own does not exist, is damaged, or lacks a column."""
+    """Raise CorpusError if a file of a task of the user's own does not exist, is damaged, or lacks a column.
+
+    Options that contradict each other raise InvalidConfigError.
+    """
     own = [name for name in config.task if is_own_task(name)]
     if own:
         from minilm_cache.evaluate.files import check_own_columns  # noqa: PLC0415 - datasets take a second
 
         for name in own:
             check_own_columns(Path(name), config)
-        if config.dev is not None:
-            check_own_columns(config.dev, config)
+            if config.dev is not None:
+                check_own_columns(config.dev, config, like=Path(name))
 
 
-def refuse_no_task_data(data: str | None, names: Iterable[str], *, as_is: bool = True) -> None:
+def refuse_no_task_data(data: str | None, names: Iterable[str], *, reads_training: bool = True) -> None:
     """Raise CorpusError if a folder of published files is not there, or lacks a set; the hub is not asked.
 
     Args:
         data: value of `--data`. None means that there is none.
         names: names of the tasks whose files it has; tasks of one's own are not asked.
-        as_is: whether nothing is fine-tuned, so that training sets may be missing.
+        reads_training: whether training sets are read, too.
     """
     if data is None or f"{data}:".startswith(HUB_PREFIX):
         return
@@ -354,7 +357,7 @@ def refuse_no_task_data(data: str | None, names: Iterable[str], *, as_is: bool =
         if isinstance(task, TextTask) and task.languages == "one":
             for set_file in task.dev:
                 file_of(Path(data), task, set_file, kind="dev")
-            if not as_is:
+            if reads_training:
                 file_of(Path(data), task, task.train, kind="training")
 
 
@@ -484,7 +487,9 @@ def refuse_no_texts(config: ExportModelConfig, model: str) -> None:
 
 
 def refuse_unfit(study: "Study", *, here: bool) -> None:
-    """Raise InvalidConfigError for a text of a study that is not there, or a shape that heads do not divide.
+    """Raise InvalidConfigError, at its line, for what a study names and lacks, or a shape that does not fit.
+
+    Looked at are texts, the data of tasks, labels, and what the caches hold that it takes as they are.
 
     Args:
         study: the study.
@@ -492,12 +497,10 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
     """
     if study.evaluation is not None:
         with study.located(("evaluate",)):
-            refuse_no_task_data(study.evaluation.data, study.evaluation.task, as_is=False)
+            refuse_no_task_data(study.evaluation.data, study.evaluation.task)
             refuse_no_columns(study.evaluation)
     for name, cache in study.caches.items():
         configs = [planned.config for planned in study.passes if planned.cache == name]
-        if isinstance(cache, str) and is_url(cache):
-            continue
         identity = None if isinstance(cache, DumpConfig) else _manifest_of(cache).identity
         with study.located(("objective",)):
             for config in configs:

@@ -67,7 +67,7 @@ def evaluate(
     refuse_missing(models=models, revision=config.revision)
     refuse_files(out=out)
     refuse_no_extra("eval", for_what="evaluate")
-    refuse_no_task_data(config.data, config.task, as_is=config.as_is)
+    refuse_no_task_data(config.data, config.task)
     refuse_no_columns(config)
     refuse_too_long_of(config, models)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
@@ -102,6 +102,7 @@ def document_of(evaluation: "Evaluation") -> dict[str, Any]:
         ],
         "summaries": [asdict(summary) for summary in evaluation.summaries],
         "cards": [str(file) for file in evaluation.cards],
+        "remarks": evaluation.remarks,
     }
 
 
@@ -244,7 +245,7 @@ def embeddings(
     refuse_run_as_teacher(models)
     refuse_files(save=config.save)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
-    refuse_no_task_data(config.data, ["stsb"])
+    refuse_no_task_data(config.data, ["stsb"], reads_training=False)
     refuse_too_long(config.max_length, models, config.revision)
     if config.retrieval is not None:
         refuse_no_own_data(config.retrieval, config)

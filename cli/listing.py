@@ -36,7 +36,8 @@ def ls(
     place = store or str(cache_home() / "caches")
     is_remote = is_url(place)
     path = "" if store is None else store.removeprefix("file://")
-    if path and not is_url(path) and not (folder := Path(path)).is_dir():
+    folder = Path(path).expanduser() if path != store else Path(path)  # as fsspec reads URLs
+    if path and not is_url(path) and not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise CacheNotFoundError(f"{store} {problem}. Give the URL or the folder of a store.")
     entries = catalogue(place)

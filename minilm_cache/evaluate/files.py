@@ -138,9 +138,19 @@ def task_like(name: str, config: EvaluateConfig) -> Task:
     return OWN_TEXTS if generation_columns(Path(name), config) is None else OWN_GENERATION
 
 
-def check_own_columns(file: Path, config: EvaluateConfig) -> None:
-    """Raise CorpusError if a task of one's own does not exist, is damaged, or lacks a column."""
-    columns = generation_columns(file, config)
+def check_own_columns(file: Path, config: EvaluateConfig, like: Path | None = None) -> None:
+    """Raise CorpusError if a file of a task of one's own does not exist, is damaged, or lacks a column.
+
+    Args:
+        file: the file.
+        config: its columns.
+        like: file of the task's training texts, which says of what kind it is. None means the file itself.
+
+    Raises:
+        InvalidConfigError: options for labels and for texts to generate are given.
+        CorpusError: see above.
+    """
+    columns = generation_columns(like or file, config)
     if columns is None:
         texts = [part.strip() for part in config.text_columns.split(",")]
         answer, option = config.label_column, "--label-column"

@@ -365,11 +365,7 @@ def check_states(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
     kinds = {name.signal for name in held}
     missing = [words for kind, words in _states_of(needs).items() if kind not in kinds]
     if missing:
-        raise InvalidConfigError(
-            f"--objective {objective} needs states that this cache does not hold: {', '.join(missing)}. Add "
-            "them: `minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for "
-            f"{objective}."
-        )
+        raise _lacking(objective, missing)
 
 
 def check_pooled(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
@@ -418,11 +414,14 @@ def check_scores(config: ObjectiveConfig, identity: CacheIdentity) -> None:
 def check_logits(config: ObjectiveConfig, stored: StatesIdentity | None) -> None:
     """Raise InvalidConfigError for an objective that needs logits of a cache that holds none."""
     if config.spec.needs.logits and LOGITS not in held_signals(stored):
-        raise InvalidConfigError(
-            f"--objective {config.objective} needs states that this cache does not hold: logits (--logits). "
-            "Add them: `minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for "
-            f"{config.objective}."
-        )
+        raise _lacking(config.objective, ["logits (--logits)"])
+
+
+def _lacking(objective: str, states: Iterable[str]) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"--objective {objective} needs states that this cache does not hold: {', '.join(states)}. Add them: "
+        f"`minilm-cache dump` with the settings of this cache, --add THIS-CACHE and --for {objective}."
+    )
 
 
 def shorter_widths(config: ObjectiveConfig, width: int) -> tuple[int, ...]:

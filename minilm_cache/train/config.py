@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import num_layers_of
+from minilm_cache.models.locate import CONFIG
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.train.folder import refuse_no_models
+from minilm_cache.train.folder import is_run
 
 RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
@@ -278,11 +279,13 @@ def first_config(config: TrainConfig) -> TrainConfig:
 
 
 def refuse_no_beginning(init: str | None) -> None:
-    """Raise InvalidConfigError for an `--init` that is no kind of weights and no folder."""
-    if init not in (None, RANDOM, *FROM_TEACHER) and not Path(str(init)).is_dir():
+    """Raise InvalidConfigError for an `--init` that is no kind of weights, no model and no run."""
+    if init in (None, RANDOM, *FROM_TEACHER):
+        return
+    folder = Path(str(init))
+    if not (folder / CONFIG).is_file() and not is_run(folder):
+        problem = "it holds neither a model nor a run" if folder.is_dir() else "there is no such folder"
         raise InvalidConfigError(
-            f"--init {init}: there is no such folder. Give {', '.join((RANDOM, *FROM_TEACHER))}, or the "
+            f"--init {init}: {problem}. Give {', '.join((RANDOM, *FROM_TEACHER))}, or the "
             "folder of a model or of a run."
         )
-    if init not in (None, RANDOM, *FROM_TEACHER):
-        refuse_no_models(Path(str(init)))

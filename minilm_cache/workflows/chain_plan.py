@@ -131,7 +131,9 @@ def read_chain(
     for key in NOT_OF_A_CHAIN & document.dump.keys():
         assert source is not None
         source.fail(("dump", key), "a chain sets this itself; leave it out")
-    training = _settings(source, TrainConfig, "train", stated=with_preset(named, stated), given=train)
+    recipe = with_preset(named, {**stated, **train})
+    stated = {name: value for name, value in recipe.items() if name not in train}
+    training = _settings(source, TrainConfig, "train", stated=stated, given=train)
     served = {"for": (training.objective, training.first or training.objective)}
     own = {} if source is None else source.with_paths(document.dump)
     dumping = _settings(

@@ -269,7 +269,7 @@ def _compare(
         agreements=_agreements(runs, teacher, masked),
         scores=scores,
     )
-    remarks = () if evaluation is None else evaluation.remarks
+    summary = _write_tables(students, folder)
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
     write_report(
         folder / REPORT_FILE,
@@ -278,14 +278,14 @@ def _compare(
         teacher=shown,
         title=study.source.path.stem,
         teachers_scores=None if evaluation is None else scores.get(evaluation.trials[0].model),  # the first
-        remarks=remarks,
+        remarks=evaluation.remarks if evaluation else (),
     )
     return StudyResult(
         path=folder,
         students=students,
-        summary=_write_tables(students, folder),
+        summary=summary,
         diverged=_diverged(study, have_learned),
-        cautions=(*cautions(runs), *remarks),
+        cautions=(*cautions(runs), *(evaluation.remarks if evaluation else ())),
         evaluation=evaluation,
     )
 

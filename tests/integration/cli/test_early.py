@@ -138,7 +138,7 @@ READ = {
     "train cache --arch 2x32 --objective hidden-mse": "does not hold: hidden states (--hidden). Add them",
     "train cache --arch 2x32 --objective mlm-kd": "does not hold: soft labels (--labels). Add them",
     "train cache --arch 2x32 --teacher-layer 0": "--teacher-layer 0: the cache holds layer 2",
-    "train cache --arch 2x32 --init cache": "cache is neither a model nor a run: it has no config",
+    "train cache --arch 2x32 --init cache": "--init cache: it holds neither a model nor a run. Give random",
     "train cache --arch 2x64 --init slice": "hidden size 64 is above the teacher's 32",
     "train cache --arch 2x32 --init slice --init-teacher empty": "config.json is not there",
     "train cache --arch 2x32 --objective score": "this cache does not hold: logits (--logits)",
