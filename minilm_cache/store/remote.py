@@ -46,6 +46,7 @@ from minilm_cache.store.index import CommittedShards
 from minilm_cache.store.object_store import BucketFiles, refuse_bad_variables, request, variables_in
 from minilm_cache.store.urls import (
     DENIED_REMEDY,
+    NO_KEY_REMEDY,
     OBJECT_STORES,
     STORE_REMEDY,
     parts_of_url,
@@ -151,7 +152,7 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
         remedy, kind = (DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
         reason = first_line(error)
         if any(address in reason for address in _METADATA):
-            reason = "the environment holds no credentials for it"
+            reason, remedy = "the environment holds no credentials for it", NO_KEY_REMEDY
         raise kind(f"cannot {doing} {url}: {reason}. {remedy}.") from error
 
 

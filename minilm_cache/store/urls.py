@@ -18,10 +18,12 @@ STORE_REMEDY: Final = (
     "Give a path, or a URL that begins with one of "
     f"{', '.join(f'{name}://' for name in (*OBJECT_STORES, *_FILE_SYSTEMS))}"
 )
-DENIED_REMEDY: Final = (
-    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
+_CREDENTIALS: Final = (
+    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+    "AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
 )
+DENIED_REMEDY: Final = f"Check the credentials that the environment holds {_CREDENTIALS}"
+NO_KEY_REMEDY: Final = f"Set those of the store {_CREDENTIALS}"
 
 
 def is_url(place: str) -> bool:
