@@ -36,8 +36,8 @@ def own_data(path: Path, beside: FurtherTexts, *, session: Session) -> OwnData:
     Args:
         path: folder in BEIR's layout, or a .jsonl file.
         beside: which corpus is searched, too.
-        session: its home is the folder of what is kept of texts from the hub. Its progress is told how many
-            right documents are a part of a text of the corpus, which counts as wrong.
+        session: its home is the folder of what is kept of texts from the hub. Its progress shows how many
+            right documents stand in a text of the corpus, which counts as wrong.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
