@@ -189,7 +189,8 @@ def _task_stage(
     own = TaskStageConfig.model_fields
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
-    refuse_missing(teacher=dump["teacher"], models=[config.augment], revision=dump.get("revision"))
+    refuse_missing(teacher=dump["teacher"], revision=dump.get("revision"))
+    refuse_missing(models=[config.augment])
     refuse_no_beginning(config.student)
     refuse_files(out=out)
     evaluation = evaluation_of(config, {})
