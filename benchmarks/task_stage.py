@@ -4,28 +4,35 @@
 
 `mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
 whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
-students that are fine-tuned alone on the same examples, from a slice of `mini`. Of QNLI the dev set is split
-in two: the teacher and students learn from the first half, and are scored on the second one. `stsb-all` is
-STS-B with all of its pairs labelled. Where all texts have labels, a third kind of students learns these with
-the answers, half and half. With `--seeds` means and sample deviations over seeds are written; the students of
-the task stage then have one teacher, the one that was fine-tuned with seed 0.
+students that are fine-tuned alone on the same examples, from a slice of `mini`: at once, or after they learned
+`mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the same texts. Of QNLI
+the dev set is split in two: the teacher and students learn from the first half, and are scored on the second
+one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a third kind of students
+learns these with the answers, half and half. With `--seeds` means and sample deviations over seeds are written;
+the students of the task stage then have one teacher, the one that was fine-tuned with seed 0.
 """
 
 import argparse
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
 from benchmarks.report import add_to_result, cpu, read_result
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.evaluate.run import Evaluation, evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.models.locate import MINI
 from minilm_cache.session import Session
 from minilm_cache.settings import SliceConfig, validated
 from minilm_cache.slicing.run import slice_teacher
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 from minilm_cache.workflows.config import TaskStageConfig
-from minilm_cache.workflows.task_stage import run_task_stage
+from minilm_cache.workflows.task_stage import RUN, TEXTS, TRIALS, run_task_stage
 
 LABELLED: Final = {
     "sst2": 3000,
@@ -40,6 +47,8 @@ LABELLED: Final = {
 ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli", "stsb-all")
 """Tasks all of whose texts have labels here."""
 LABEL_WEIGHT: Final = 0.5
+BEFORE: Final = {"relations": "minilm", "vectors": "embedding"}
+"""What students learn of `mini` before they are fine-tuned."""
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
 ARCHS: Final = ("3x384", "3x192")
 _SLICED: Final = "1,4,5"
@@ -80,18 +89,23 @@ def main() -> None:
         )
         for way, settings in ways.items():
             of_seeds = []
+            name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
             for seed in range(given.seeds):
-                name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
                 stage = run_task_stage(
                     validated(TaskStageConfig, {"task": task, "data": data}),
                     dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
                     train={**settings, "seed": seed},
-                    out=home / (f"{name}-{seed}" if seed else name),
+                    out=_folder(home / name, seed),
                     session=session,
                 )
                 of_seeds.append(_scores(stage.evaluation))
             of_stage = ["teacher, as it is", *(f"{arch}, {way}" for arch in ARCHS)]
             scores |= dict(zip(of_stage, map(_over_seeds, zip(*of_seeds, strict=True)), strict=True))
+        for way, objective in BEFORE.items():
+            found = _fine_tuned_after(
+                objective, home / label, recipe=RECIPES[label], config=config, session=session
+            )
+            scores |= dict(zip([f"{arch}, {way}, then fine-tuned" for arch in ARCHS], found, strict=True))
         rows = read_result("task_stage").get("tasks", {})
         rows[label] = {
             "labelled": LABELLED[label],
@@ -101,6 +115,38 @@ def main() -> None:
             "scores": scores,
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _fine_tuned_after(
+    objective: str, stage: Path, *, recipe: Mapping[str, Any], config: EvaluateConfig, session: Session
+) -> list[dict[str, float]]:
+    """Return scores of students that learn `mini`'s signals of a task's texts first, and then its labels."""
+    texts = stage / TEXTS
+    cache, run = (stage.with_name(f"{stage.name}-{objective}.{end}") for end in ("cache", "run"))
+    is_pair = "first" in json.loads(texts.read_text().split("\n", 1)[0])
+    columns = {"text_column": "first,second" if is_pair else "text", "packing": "records"}
+    if is_pair and objective == "minilm":
+        columns = {"pair_columns": "first,second", "packing": "pairs"}
+    dumping = {
+        "teacher": MINI,
+        "corpus": str(texts),
+        "max_length": _MAX_LENGTH,
+        "for": (objective,),
+        **columns,
+    }
+    dump_cache(validated(DumpConfig, dumping), out=cache, session=session)
+    training = {**recipe, "objective": objective, "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
+    train_students(validated(TrainConfig, training), cache, out=run, session=session)
+    folders = [str(run / "students" / arch) for arch in ARCHS]
+    return _scores(evaluate_models(config, folders, out=run / "tuned", session=session))
+
+
+def _folder(first: Path, seed: int) -> Path:
+    """Return the folder of a seed's stage, which begins with the texts and the cache of the first seed's."""
+    folder = first if seed == 0 else first.with_name(f"{first.name}-{seed}")
+    if not folder.exists() and first.exists():
+        shutil.copytree(first, folder, ignore=shutil.ignore_patterns(RUN, TRIALS))
+    return folder
 
 
 def _over_seeds(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -309,7 +309,7 @@ def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | Non
     """Raise CorpusError if the first file of a corpus lacks a column that is to be read, or is damaged."""
     if corpus == PYTHON_DOCS or corpus.startswith(HUB_PREFIX):
         return
-    files = corpus_files(Path(corpus))
+    files = corpus_files(Path(corpus), pairs=pair_columns is not None)
     if len(files) == 1:
         refuse_other_content(files[0])
     files = [file for file in files if file.suffix not in TEXT and file.stat().st_size]

@@ -46,11 +46,16 @@ PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
 
 
-def corpus_files(path: Path) -> list[Path]:
+def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
     """Return the files that are read of a file or a folder.
 
+    Args:
+        path: the file or folder.
+        pairs: whether pairs of texts are read. A folder in BEIR's layout then gives the judgements to train
+            on, and its documents and queries otherwise.
+
     Raises:
-        CorpusError: it does not exist, or none is of a known kind.
+        CorpusError: it does not exist, none is of a known kind, or there are no judgements to train on.
     """
     if not path.exists():
         raise CorpusError(
@@ -65,10 +70,35 @@ def corpus_files(path: Path) -> list[Path]:
         return [path]
     if path.exists() and not path.is_dir():
         raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
+    judgements = path / "qrels" / "train.tsv"
+    if of_beir := judged_files(judgements):
+        if pairs and not judgements.is_file():
+            others = sorted(file.name for file in judgements.parent.glob("*.tsv"))
+            raise CorpusError(
+                f"corpus {path} is in BEIR's layout and has no qrels/train.tsv; it has "
+                f"{', '.join(others) or 'none'}. Name the judgements that are to be learnt, like "
+                f"{judgements.parent / (others or ['train.tsv'])[0]}."
+            )
+        return [judgements] if pairs else of_beir
     files = [file for file in _visible(path) if _is_text(file)]
     if not files:
         raise CorpusError(f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder.")
     return files
+
+
+def judged_files(file: Path) -> list[Path]:
+    """Return the documents and the queries that a file like `qrels/test.tsv` judges, in BEIR's layout.
+
+    Args:
+        file: the file, which need not exist.
+
+    Returns:
+        list[Path]: both files; empty if it is no file of judgements.
+    """
+    folder = file.parent.parent
+    beside = [folder / "corpus.jsonl", folder / "queries.jsonl"]
+    is_judging = file.parent.name == "qrels" and file.suffix == ".tsv" and file.parent.is_dir()
+    return beside if is_judging and all(each.is_file() for each in beside) else []
 
 
 def lines_hint(name: str, documents: str) -> str:

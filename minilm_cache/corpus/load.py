@@ -33,6 +33,7 @@ from minilm_cache.corpus.formats import (
     corpus_files,
     joined_columns,
     joined_text,
+    judged_files,
     parts_of_hub_name,
     separated_otherwise,
 )
@@ -226,6 +227,11 @@ class Corpus:
         """Return the identity of the corpus; the copies are part of it only if the split depends on them."""
         return self.identity if split else self.identity.model_copy(update={"copies_sha256": None})
 
+    def num_queries(self) -> int:
+        """Return of how many queries the documents of a corpus of groups are."""
+        column = self.documents.select_columns(COPIES_OF).with_format("arrow")[:][COPIES_OF]
+        return int(pc.count_distinct(column).as_py())
+
     def texts(self) -> Iterator[str]:
         """Yield the documents, in order, without the prompt."""
         return _texts(self.documents)
@@ -243,8 +249,8 @@ def load_corpus(
     """Load a corpus.
 
     Args:
-        name: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or
-            `hf:ID[:CONFIG][:SPLIT]`.
+        name: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder of such files or in
+            BEIR's layout, or `hf:ID[:CONFIG][:SPLIT]`.
         text_column: column of the records that holds the text, or several (`records.read_records`). None
             means `text`.
         documents: what is a document in .txt and .md files.
@@ -263,16 +269,16 @@ def load_corpus(
     datasets.disable_progress_bars()
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
-        paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
+        paths = _source_files(name, hub, text_column=text_column, documents=documents, pairs=pair_columns)
         pair = None if pair_columns is None else _pair_of(pair_columns, hub, paths)
         reading = _Reading(text_column, documents, roles, pair)
         asked = [name, text_column or "text", documents, _ARROW_VERSION, *reading.words]
-        sources = Sources.now(asked, paths)
+        sources = Sources.now(asked, reading.files(paths))
     known = None if home is None else sources.known_identity(home)
 
     def read() -> datasets.Dataset:
         with _corpus_errors(name):
-            return _with_text(_read(name, hub, reading), name)
+            return _with_text(_read(name, hub, paths, reading=reading), name)
 
     if known is not None:
         return Corpus(name, known, partial(_read_unchanged, read, sources, name))
@@ -337,6 +343,10 @@ class _Reading(NamedTuple):
             return by_role
         kind = "group" if self.pair.are_groups else "pair"
         return [*by_role, kind, self.pair.first, *self.pair.seconds]
+
+    def files(self, paths: Sequence[Path]) -> list[Path]:
+        """Return files of records, and those that records of judgements are read from."""
+        return [*paths, *(each for path in paths if self.pair is not None for each in judged_files(path))]
 
     def records(self, file: Path) -> Iterator[Record]:
         """Yield the records of a file, with their prompts."""
@@ -405,7 +415,12 @@ def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
 
 
 def _source_files(
-    name: str, *, hub: datasets.Dataset | None, text_column: str | None, documents: Documents
+    name: str,
+    hub: datasets.Dataset | None,
+    *,
+    text_column: str | None,
+    documents: Documents,
+    pairs: str | None,
 ) -> list[Path]:
     """Return the files that a corpus is read from.
 
@@ -421,24 +436,26 @@ def _source_files(
         return python_files()
     if hub is not None:
         return [Path(file["filename"]) for file in hub.cache_files]
-    files = corpus_files(Path(name))
+    files = corpus_files(Path(name), pairs=pairs is not None)
     if documents == "lines" and all(file.suffix not in TEXT for file in files):
         raise InvalidConfigError(_NO_LINES.format(name=name))
     return files
 
 
-def _read(name: str, hub: datasets.Dataset | None, reading: _Reading) -> datasets.Dataset:
+def _read(
+    name: str, hub: datasets.Dataset | None, paths: Sequence[Path], *, reading: _Reading
+) -> datasets.Dataset:
     """Return all records of a corpus, with or without text."""
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
     if hub is not None:
         return _all_texts(hub, name, reading)
-    return _read_files(corpus_files(Path(name)), reading)
+    return _read_files(paths, reading)
 
 
 def _read_files(files: Sequence[Path], reading: _Reading) -> datasets.Dataset:
     """Return all records of files on this machine; their texts lie in one Arrow file, which is made once."""
-    folder = arrow_folder(files)
+    folder = arrow_folder(reading.files(files))
     known = [reading.text_column, reading.documents, _ARROW_VERSION]
     asked = canonical_sha256([*known, *reading.words])[:16]
     arrow = folder / f"{asked}.arrow"

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import datasets
 import xxhash
 
-from minilm_cache.corpus.formats import TEXT, separated_otherwise
+from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
+from minilm_cache.corpus.formats import TEXT, judged_files, separated_otherwise
 from minilm_cache.corpus.records import COPIES_COLUMN, COPIES_OF, Record, as_key, plain_text, read_rows
 from minilm_cache.errors import CorpusError, InvalidConfigError
 
@@ -81,6 +82,9 @@ class PairColumns(NamedTuple):
             CorpusError: the file is empty or broken, or lacks a column.
         """
         _refuse_text(file, self)
+        if judged_files(file):
+            refuse_other_columns(file, self.every)
+            return self._replace(are_groups=True)
         first = next(read_rows(file, (self.first, *self.seconds), _OPTION), None)
         return self.seen(None if first is None else first[1])
 
@@ -89,7 +93,7 @@ def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
     """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
 
     Args:
-        file: a .jsonl, .csv, .tsv or .parquet file.
+        file: a .jsonl, .csv, .tsv or .parquet file, or judgements in BEIR's layout.
         columns: columns of the texts.
 
     Raises:
@@ -97,8 +101,13 @@ def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
     """
     _refuse_text(file, columns)
     known: Known = {}
-    for where, row in read_rows(file, columns.every, _OPTION):
+    for where, row in _rows(file, columns.every):
         yield from pairs_of(row, columns, f"{where} of {file}", known=known)
+
+
+def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record is, and its columns."""
+    return judged_groups(file, columns) if judged_files(file) else read_rows(file, columns, _OPTION)
 
 
 Known = dict[int, float | None]

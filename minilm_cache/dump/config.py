@@ -61,7 +61,8 @@ class TextSettings(SequenceSettings):
     pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
     """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
     tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
-    which are a list, or in several columns like query,pos+neg. None means that each document is one text."""
+    which are a list, or in several columns like query,pos+neg; a folder in BEIR's layout has
+    query,positive+negative. None means that each document is one text."""
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None

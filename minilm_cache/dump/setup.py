@@ -16,12 +16,13 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels, text_of
 from minilm_cache.dump.reading import batch_size_for
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET
 from minilm_cache.session import Session
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
@@ -244,9 +245,22 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
         f"({counted(corpus.identity.num_documents, 'document')})"
     )
+    _refuse_lone_documents(config, corpus)
     if skipped := num_skipped(config.corpus):
         session.progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
     return teacher, corpus
+
+
+def _refuse_lone_documents(config: DumpConfig, corpus: Corpus) -> None:
+    """Raise CorpusError if documents of a query are to be compared, and no query has two."""
+    compared = next((name for name in config.serve if name in (MARGIN_MSE, LISTWISE, RANKNET)), None)
+    if compared is None or not corpus.identity.groups:
+        return
+    if corpus.num_queries() == corpus.identity.num_documents:
+        raise CorpusError(
+            f"corpus {config.corpus}: every query has one document, and {compared} compares the documents of "
+            "a query. Add some that are not right (minilm-cache mine), or take --for score."
+        )
 
 
 def identity_and_place(

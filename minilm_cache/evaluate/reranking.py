@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from sentence_transformers import CrossEncoder
 
+from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
@@ -34,8 +35,6 @@ from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
-QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
-"""Columns of mined groups: `dump --pair-columns query,positive+negative` reads them."""
 _BATCHES_OF_A_PART: Final = 16
 
 
@@ -76,6 +75,12 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
     """
     refuse_existing(out)
     data = own_data(config.retrieval, config, session=session)
+    to_train_on = config.retrieval / "qrels" / "train.tsv"
+    if to_train_on.is_file():
+        session.progress.note(
+            f"these are the queries of {to_train_on.with_name('test.tsv')}. To measure on them, mine "
+            f"those of {to_train_on} instead."
+        )
     found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
     drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0
     with storage_errors("write", out), new_file(out) as opened:

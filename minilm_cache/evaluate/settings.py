@@ -216,7 +216,8 @@ class EmbeddingsConfig(FurtherTexts, ModelSettings):
     that only `--retrieval` is measured."""
     retrieval: Path | None = None
     """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
-    (corpus.jsonl, queries.jsonl, qrels/test.tsv). None means that retrieval is not measured."""
+    (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split. None means
+    that retrieval is not measured."""
     max_pairs: Annotated[int, Field(ge=2)] | None = None
     """Most pairs of the dev set. None means all of them."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
@@ -245,7 +246,7 @@ class OwnDataSettings(FurtherTexts, ModelSettings):
     group = "Candidates"
     retrieval: Path
     """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
-    (corpus.jsonl, queries.jsonl, qrels/test.tsv)."""
+    (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Most tokens of a text, or of a query with a document."""
     batch_size: Annotated[int, Field(ge=1)] = 32

@@ -69,6 +69,8 @@ class WantedTargets:
     """What is needed in addition to relations and vectors."""
     queries: bool = False
     """True: which pairs of texts have the same first text."""
+    groups: bool = False
+    """True: the documents of a query are compared, so a query with one document teaches nothing."""
     apart: bool = False
     """True: students read the texts of pairs apart, each as a sequence of its own."""
     others: OtherTeachers | None = field(default=None, compare=False)

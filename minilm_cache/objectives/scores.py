@@ -174,7 +174,7 @@ class ScoresOfPairs(ObjectiveKind):
         """
         identity = request.cache.manifest.identity
         check_scores(request.config, identity)
-        is_bi = is_bi_encoder(request.config)
+        is_bi, is_grouped = is_bi_encoder(request.config), request.config.objective != SCORE
         classes = None if identity.states is None else identity.states.num_classes
         if request.labels is not None and classes is not None and classes > 1:
             raise InvalidConfigError(
@@ -184,7 +184,8 @@ class ScoresOfPairs(ObjectiveKind):
         return WantedTargets(
             kinds=(),
             signals=(LOGITS,),
-            queries=is_bi or request.config.objective != SCORE,
+            queries=is_bi or is_grouped,
+            groups=is_grouped,
             apart=is_bi,
             labels=request.labels,
         )

@@ -160,6 +160,7 @@ class TogetherKind(ObjectiveKind):
             vectors=any(each.vectors for each in wanted),
             signals=tuple(dict.fromkeys(name for each in wanted for name in each.signals)),
             queries=any(each.queries for each in wanted),
+            groups=any(each.groups for each in wanted),
             apart=any(each.apart for each in wanted),
             others=next((each.others for each in wanted if each.others is not None), None),
             labels=next((each.labels for each in wanted if each.labels is not None), None),

@@ -1,0 +1,160 @@
+"""Retrieval data in BEIR's layout: documents, queries, and how right a document is for a query.
+
+A folder has `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`) and files of judgements
+like `qrels/test.tsv` (query, document, grade), with a header or without one (Thakur et al. 2021, arXiv
+2104.08663). A judgement above 0 says that a document is right.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from minilm_cache.corpus.formats import judged_files
+from minilm_cache.errors import CorpusError
+
+_HEADERS: Final = ("query-id", "qid", "query_id")
+"""First words of a file of judgements that are no query."""
+QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
+"""Columns of the groups that judgements make: a query, its right documents, and others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedTexts:
+    """Queries that something is judged for, documents, and the grades of documents for queries."""
+
+    queries: Mapping[str, str]
+    documents: Mapping[str, str]
+    """Texts by their `_id`, each after its title."""
+    grades: Mapping[str, Mapping[str, int]]
+    """For each query, the grades of documents, as the file has them."""
+
+
+def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
+    """Read a file of judgements, with the queries and documents of its folder.
+
+    Args:
+        file: like `qrels/test.tsv`.
+        only_judged: leave out documents that no query names.
+
+    Raises:
+        CorpusError: a file is missing or damaged, a record lacks a text, or a judgement is of no query or of
+            no document.
+    """
+    grades, lines = dict[str, dict[str, int]](), dict[str, int]()
+    for number, (query, document, grade) in _judgements(file):
+        grades.setdefault(query, {})[document] = grade
+        lines.setdefault(document, number)
+    of_documents, of_queries = judged_files(file)
+    documents: dict[str, str] = {}
+    for where, row in json_records(of_documents):
+        name = text_of(row, "_id", where)
+        if name in lines or not only_judged:
+            documents[name] = f"{row.get('title') or ''} {text_of(row, 'text', where)}".strip()
+    rows = json_records(of_queries)
+    asked = {text_of(row, "_id", where): text_of(row, "text", where) for where, row in rows}
+    lacking = next((name for name in lines if name not in documents), None)
+    if lacking is not None:
+        raise CorpusError(
+            f"{file}, line {lines[lacking]}: there is no document {lacking!r} in corpus.jsonl. Add it or "
+            "remove the line."
+        )
+    unknown = next((query for query in grades if query not in asked), None)
+    if unknown is not None:
+        raise CorpusError(
+            f"{file}: there is no query {unknown!r} in queries.jsonl. Add it or remove the line."
+        )
+    queries = {query: text for query, text in asked.items() if query in grades}
+    return JudgedTexts(queries=queries, documents=documents, grades=grades)
+
+
+def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each query of a file of judgements is, in words, and its documents in columns of groups.
+
+    The columns are `query`, `positive` (right documents, the best ones first) and `negative` (documents whose
+    grade is 0 or less). A query without a right document is left out.
+
+    Raises:
+        CorpusError: another column is asked for; or same as for `read_judged`.
+    """
+    refuse_other_columns(file, columns)
+    judged = read_judged(file, only_judged=True)
+    for query, text in judged.queries.items():
+        graded = sorted(judged.grades[query].items(), key=lambda each: -each[1])
+        right = [judged.documents[name] for name, grade in graded if grade > 0]
+        wrong = [judged.documents[name] for name, grade in graded if grade <= 0]
+        if right:
+            row: Mapping[str, Any] = {QUERY: text, POSITIVE: right, NEGATIVE: wrong}
+            yield f"query {query}", {name: row[name] for name in columns}
+
+
+def refuse_other_columns(file: Path, columns: Sequence[str]) -> None:
+    """Raise CorpusError for a column that the groups of a file of judgements do not have."""
+    other = next((name for name in columns if name not in (QUERY, POSITIVE, NEGATIVE)), None)
+    if other is not None:
+        raise CorpusError(
+            f"corpus {file} has no column {other!r}: it has {QUERY}, {POSITIVE} and {NEGATIVE}, out of "
+            f"judgements in BEIR's layout. Write --pair-columns {QUERY},{POSITIVE}+{NEGATIVE}."
+        )
+
+
+def _judgements(file: Path) -> Iterator[tuple[int, tuple[str, str, int]]]:
+    """Yield the number of each line, and its query, document and grade."""
+    try:
+        with file.open(encoding="utf-8", newline="") as opened:
+            for number, row in enumerate(csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+                if not row or (number == 1 and row[0] in _HEADERS):
+                    continue
+                if len(row) != 3 or not re.fullmatch(r"-?[0-9]{1,6}", row[2].strip()):  # noqa: PLR2004 - three columns
+                    raise CorpusError(
+                        f"{file}, line {number}: give a query, a document and a whole grade, with tabs."
+                    )
+                yield number, (row[0], row[1], int(row[2]))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise CorpusError(f"cannot read {file}: {error}. It belongs to BEIR's layout.") from error
+
+
+def json_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a .jsonl file is, and the record.
+
+    Raises:
+        CorpusError: the file is missing or damaged.
+    """
+    where = str(file)
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            for number, line in enumerate(opened, 1):
+                where = f"{file}, line {number}"
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise CorpusError(f"{where} holds no record. Write one object a line.")
+                    yield where, row
+    except json.JSONDecodeError as error:
+        raise CorpusError(
+            f"cannot read {where}: {error.msg} (column {error.colno}). Give records of JSON, one a line."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"cannot read {where}: {error}. Give records of JSON, one a line.") from error
+
+
+def text_of(row: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a text of a record.
+
+    Raises:
+        CorpusError: it is missing, empty or no text.
+    """
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise CorpusError(
+            f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}. Add it or remove "
+            "the record."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{where} has half of a character (a lone surrogate). Remove it.") from error
+    return value
