@@ -2,14 +2,15 @@
 
     python -m benchmarks.task_stage --data DATA [--task NAME ...]
 
-`mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
-whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
-students that are fine-tuned alone on the same examples, from a slice of `mini`: at once, or after they learned
-`mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the same texts. Of QNLI
-the dev set is split in two: the teacher and students learn from the first half, and are scored on the second
-one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a third kind of students
-learns these with the answers, half and half. With `--seeds` means and sample deviations over seeds are written;
-the students of the task stage then have one teacher, the one that was fine-tuned with seed 0.
+`mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that
+set, whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them
+stand students that are fine-tuned alone on the same examples, from a slice of `mini`: at once, or after
+they learned `mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the
+same texts. Of QNLI the dev set is split in two: the teacher and students learn from the first half, and are
+scored on the second one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a
+third kind of students learns these with the answers, half and half. With `--seeds` means and sample
+deviations over seeds are written; the students of the task stage then have one teacher, the one that was
+fine-tuned with seed 0.
 """
 
 import argparse
