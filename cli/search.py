@@ -73,7 +73,7 @@ def search(
     if json:
         record = result.record.model_dump(mode="json")
         student = {"student": str(result.student), "latency_ms": result.latency_ms}
-        print_json({"search": str(out), "winner": result.winner.arch, **student, **record})
+        print_json({"search": str(out), "winner": result.winner.name, **student, **record})
         return
     _print(result, config)
 
@@ -87,11 +87,13 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
         ["shape", "weights", "bytes", "ms", "speed", "within the budget", *rounds],
         [_row(each, result) for each in record.candidates],
     )
-    runs = " ".join(quote(str(result.path / each.run)) for each in record.rounds)
+    runs = " ".join(
+        quote(str(result.path / each)) for part in record.rounds for each in (part.run, *part.more_runs)
+    )
     form = {"torch": "--onnx"}.get(config.runtime, f"--{config.runtime.replace('-', ' --')}")
     print_pairs(
         {
-            "best": f"{result.winner.arch}, {result.latency_ms:.2f} ms when measured anew",
+            "best": f"{result.winner.name}, {result.latency_ms:.2f} ms when measured anew",
             "student": result.student,
             "page": f"minilm-cache report {runs} --out {quote(str(result.path / 'search.html'))}",
             "next": f"minilm-cache export-model {quote(str(result.student))} {form} "
@@ -102,12 +104,12 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:
     record = result.record
-    losses = [part.losses.get(each.arch) for part in record.rounds]
+    losses = [part.losses.get(each.name) for part in record.rounds]
     fits = "no"
     if each.fits:
         fits = "yes" if each.is_tried else "yes, but a larger one fits"
     return [
-        *(each.arch, f"{each.num_parameters:,}", decimal(each.num_bytes), f"{each.latency_ms:.2f}"),
+        *(each.name, f"{each.num_parameters:,}", decimal(each.num_bytes), f"{each.latency_ms:.2f}"),
         f"{record.teacher_latency_ms / each.latency_ms:.1f}x",
         fits,
         *("-" if loss is None else number_text(loss) for loss in losses),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.inputs import Inputs
@@ -328,6 +328,18 @@ def _renumber(processor: dict[str, Any] | None, place: Mapping[int, int]) -> Non
             processor[name] = [token, place[number]]
 
 
+def trimmed_config(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
+    """Return the configuration of a model that knows only some pieces, given by their numbers, ascending."""
+    place = {number: new for new, number in enumerate(kept)}
+    smaller = copy.deepcopy(config)
+    smaller.vocab_size = len(kept)
+    for name in _TOKEN_SETTINGS:
+        number = getattr(smaller, name, None)
+        if isinstance(number, int):
+            setattr(smaller, name, place.get(number))
+    return smaller
+
+
 def trim_model(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     """Return a copy of a model, with or without a head, that knows only some pieces.
 
@@ -339,14 +351,7 @@ def trim_model(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
         TeacherError: the copy would not compute the same, because its positions depend on a number.
     """
     size, rows = model.config.vocab_size, torch.tensor(kept)
-    place = {number: new for new, number in enumerate(kept)}
-    config = copy.deepcopy(model.config)
-    config.vocab_size = len(kept)
-    for name in _TOKEN_SETTINGS:
-        number = getattr(config, name, None)
-        if isinstance(number, int):
-            setattr(config, name, place.get(number))
-    smaller: PreTrainedModel = type(model)(config).eval()
+    smaller: PreTrainedModel = type(model)(trimmed_config(model.config, kept)).eval()
     shapes = {name: weight.shape for name, weight in smaller.state_dict().items()}
     weights = {
         name: weight if weight.shape == shapes[name] else _rows(weight, rows, size)

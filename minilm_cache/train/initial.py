@@ -21,7 +21,7 @@ from minilm_cache.models.load import (
 )
 from minilm_cache.models.student import check_family_positions, teacher_config
 from minilm_cache.models.tap import Head
-from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens
+from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.shapes import check_cut, check_sizes, take_layer_types
@@ -41,6 +41,7 @@ from minilm_cache.train.config import (
 )
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import ANOTHER_MODEL
+from minilm_cache.train.vocabulary import student_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,11 @@ class InitialWeights(ABC):
         None means that students are of the teacher's family.
         """
         return None
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether the source has the pieces of `--vocab` already, and no others."""
+        return False
 
     def adapt(self, config: PreTrainedConfig) -> None:  # noqa: B027 - most need no other configuration
         """Change the student's configuration where these weights need it."""
@@ -94,6 +100,13 @@ class FolderWeights(InitialWeights):
 
     arch: str
     folder: Path
+    has_pieces: bool = False
+    """Whether the model has the pieces of `--vocab`, and not all of the teacher's."""
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether the source has the pieces of `--vocab` already, and no others."""
+        return self.has_pieces
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the model's layers have."""
@@ -212,7 +225,7 @@ class Beginnings:
     of: Mapping[str, InitialWeights]
     """Initial weights of each student, by shape."""
     tokens: StudentTokens | None = None
-    """How students of a donor read the sequences of the cache. None means that they read its token ids."""
+    """How students of a donor, or with some pieces alone, read sequences. None means by the cache's ids."""
     of_record: str | None = None
     """Name in the record of a run whose checkpoint replaces the weights. None means a run that begins."""
 
@@ -266,7 +279,12 @@ class Beginnings:
 
 
 def initial_weights(
-    config: TrainConfig, cache: Cache, *, shapes: Sequence[StudentShape], head: Head | None, home: Path
+    config: TrainConfig,
+    cache: Cache,
+    *,
+    shapes: Sequence[StudentShape],
+    head: Head | None,
+    home: Path,
 ) -> Beginnings:
     """Return the initial weights of a run's students.
 
@@ -278,12 +296,13 @@ def initial_weights(
         home: folder of caches, runs and slices.
 
     Raises:
-        InvalidConfigError: there is no such folder, or a shape cannot be cut.
+        InvalidConfigError: there is no such folder, a shape cannot be cut, or the pieces do not exist.
         IdentityMismatchError: `--init-teacher` is not the teacher that the cache was dumped from.
         TeacherError: there is no such teacher.
     """
+    vocabulary = student_vocabulary(config, cache)
     if config.init == RANDOM:
-        return Beginnings(of={shape.arch: random_weights() for shape in shapes})
+        return Beginnings(of={shape.arch: random_weights() for shape in shapes}, tokens=vocabulary)
     if config.init is None or config.init in FROM_TEACHER:
         may_be_donor = config.init in (SLICE, TEACHER_LAYERS)
         weights = teacher_weights(cache, home, config.init_teacher, may_be_donor=may_be_donor)
@@ -291,12 +310,12 @@ def initial_weights(
         cutter = _FromTeacher(
             config=config, cache=cache, weights=weights, head=head, home=home, tokens=tokens
         )
-        return Beginnings(of={shape.arch: cutter.begin(shape) for shape in shapes}, tokens=tokens)
+        begun = {shape.arch: cutter.begin(shape) for shape in shapes}
+        return Beginnings(of=begun, tokens=tokens or vocabulary)
     refuse_no_beginning(config.init)
     folder = Path(config.init)
     folders = {shape.arch: _model_folder(folder, shape.arch) for shape in shapes}
-    for path in folders.values():
-        _check_tokenizer(path, cache)
+    trimmed = {arch: _is_trimmed(path, cache, vocabulary) for arch, path in folders.items()}
     name = canonical_sha256([weights_sha256(path) for path in folders.values()])
     return Beginnings(
         of={
@@ -306,26 +325,35 @@ def initial_weights(
                 in_words=f"the weights in {folder.name}",
                 arch=arch,
                 folder=path,
+                has_pieces=trimmed[arch],
             )
             for arch, path in folders.items()
-        }
+        },
+        tokens=vocabulary,
     )
 
 
-def _check_tokenizer(folder: Path, cache: Cache) -> None:
-    """Raise InvalidConfigError if a model's tokenizer gives words other ids than that of a cache does.
+def _is_trimmed(folder: Path, cache: Cache, vocabulary: Vocabulary | None) -> bool:
+    """Return whether a model has the pieces that students are to have, and not all of a cache's tokenizer.
 
-    A folder without a tokenizer cannot be asked.
+    A folder without a tokenizer cannot be asked, and has all.
+
+    Raises:
+        InvalidConfigError: its tokenizer gives words other ids than both.
     """
     if not (folder / "tokenizer.json").is_file():
-        return
+        return False
     own = load_tokenizer(folder, has_ends=False)
     is_same = tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
     if not is_same and own.get_vocab() != cached_tokenizer(cache.reader).get_vocab():
+        if vocabulary is not None and own.get_vocab() == vocabulary.tokenizer.get_vocab():
+            return True
         raise InvalidConfigError(
             f"--init {folder}: its tokenizer is not the one of this cache, so its embeddings belong to other "
-            "tokens. Take a model with the tokenizer of the cache's teacher."
+            "tokens. Take a model with the tokenizer of the cache's teacher, or give the --vocab that it was "
+            "trained with."
         )
+    return False
 
 
 def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> StudentTokens | None:

@@ -55,7 +55,7 @@ from minilm_cache.train.setup import (
 )
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
-from minilm_cache.train.vocabulary import held_out_coverage, student_vocabulary
+from minilm_cache.train.vocabulary import held_out_coverage
 from minilm_cache.wording import Described, number_text
 
 
@@ -159,8 +159,8 @@ def _train(
     _refuse_no_held_out(config, cache)
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
-    tokens = beginnings.tokens or student_vocabulary(config, cache)
-    _refuse_other_texts(cache, objective, tokens, are_of_donor=beginnings.tokens is not None)
+    tokens = beginnings.tokens
+    refuse_other_texts(cache, objective, tokens)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -207,9 +207,7 @@ def _refuse_no_held_out(config: TrainConfig, cache: Cache) -> None:
         )
 
 
-def _refuse_other_texts(
-    cache: Cache, objective: Objective, tokens: StudentTokens | None, *, are_of_donor: bool
-) -> None:
+def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens | None) -> None:
     """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
 
     These are those with a tokenizer of their own, and bi-encoders whose tokenizer puts other tokens around a
@@ -219,7 +217,7 @@ def _refuse_other_texts(
     if pair is None:
         return
     if tokens is not None:
-        option = "--init-teacher" if are_of_donor else "--vocab"
+        option = "--vocab" if isinstance(tokens, Vocabulary) else "--init-teacher"
         raise InvalidConfigError(
             f"{option}: the sequences of this cache are pairs of texts, which students read with the "
             "teacher's own tokenizer. Leave it out."

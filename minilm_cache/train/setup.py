@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 from rich.filesize import decimal
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
@@ -22,13 +22,13 @@ from minilm_cache.models.student import (
     student_config,
     teacher_config,
 )
-from minilm_cache.models.tap import TappedModel
-from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model
+from minilm_cache.models.tap import Head, TappedModel
+from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model, trimmed_config
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
-from minilm_cache.train.initial import Beginnings, random_weights
+from minilm_cache.train.initial import Beginnings, InitialWeights, random_weights
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer, precision_of
 
@@ -195,15 +195,29 @@ def build_trainers(
         if objective.head == "sequences" and objective.num_classes is not None:
             _name_classes(model_config, class_names(teacher_config, manifest), objective.num_classes)
         initial.adapt(model_config)
-        model = build_student(model_config, seed, objective.head)
-        initial.begin(model, objective.head)
-        if isinstance(tokens, Vocabulary):
-            model = trim_model(model.eval(), tokens.kept)
+        model = _begun(model_config, initial, tokens, seed=seed, head=objective.head)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
         )
     return trainers
+
+
+def _begun(
+    config: PreTrainedConfig,
+    initial: InitialWeights,
+    tokens: StudentTokens | None,
+    *,
+    seed: int,
+    head: Head | None,
+) -> PreTrainedModel:
+    """Return a student with its initial weights, and with no other pieces than it is to have."""
+    kept = tokens.kept if isinstance(tokens, Vocabulary) else None
+    if kept is not None and initial.is_trimmed:
+        config, kept = trimmed_config(config, kept), None
+    model = build_student(config, seed, head)
+    initial.begin(model, head)
+    return model if kept is None else trim_model(model.eval(), kept)
 
 
 def _name_classes(config: PreTrainedConfig, names: Mapping[int, str], num_classes: int) -> None:

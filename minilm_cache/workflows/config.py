@@ -1,5 +1,6 @@
 """Settings of workflows that run several dumps and trainings."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,11 +13,20 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import RECORDS, EvaluateConfig, is_own_task
 from minilm_cache.models.decoding import DecodingOptions
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
-from minilm_cache.settings import CorpusSettings, FrozenSettings, ModelSettings, RevisionSettings, validated
+from minilm_cache.settings import (
+    OF_CACHE,
+    CorpusSettings,
+    FrozenSettings,
+    ModelSettings,
+    RevisionSettings,
+    validated,
+)
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
 from minilm_cache.wording import counted
 
+ALL_PIECES: Final = "all"
+"""Value of `--vocabularies` that means all pieces of the teacher's."""
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
     **{
         name: TrainConfig.model_fields[name].default
@@ -223,6 +233,10 @@ class SearchConfig(FrozenSettings):
     embedding_widths: str | None = None
     """Widths of factorised embeddings to try beside whole ones, which are as wide as the student: narrow ones
     have fewer weights and bytes. None means whole ones alone."""
+    vocabularies: str | None = None
+    """Vocabularies to try, each in a pass of its own, with commas between them: numbers of the teacher's
+    pieces like 5k, `cache` for those that the cache's training sequences have, `all` for all of them. Small
+    ones have fewer weights and bytes, and cut rare words into smaller parts. None means all."""
     every: bool = False
     """Also try shapes that another one within the budget equals or exceeds in layers and all widths: the
     whole front of quality against speed, for more time. The default is to leave them out."""
@@ -238,7 +252,32 @@ class SearchConfig(FrozenSettings):
             raise ValueError("give a budget: --max-latency-ms, --speedup, --max-parameters or --max-bytes")
         for name in ("layers", "widths", "feed_forward", "embedding_widths"):
             numbers_of(getattr(self, name), f"--{name.replace('_', '-')}")
+        vocabularies_of(self)
         return self
+
+
+def vocabularies_of(config: SearchConfig) -> list[str | None]:
+    """Return the values of `--vocab` that a search tries. None means all of the teacher's pieces.
+
+    Raises:
+        InvalidConfigError: one is no number of pieces, or comes twice.
+    """
+    if config.vocabularies is None:
+        return [None]
+    names = [part.strip() for part in config.vocabularies.split(",")]
+    numbers = [part if part in (ALL_PIECES, OF_CACHE) else _number_of_pieces(part) for part in names]
+    if None in numbers or len(set(numbers)) < len(numbers):
+        raise InvalidConfigError(
+            f"--vocabularies {config.vocabularies}: give different numbers of pieces like 5k, {OF_CACHE} or "
+            f"{ALL_PIECES}, with commas between them."
+        )
+    return [None if part == ALL_PIECES else part for part in numbers]
+
+
+def _number_of_pieces(text: str) -> str | None:
+    """Return a number like 8k as digits. None means that it is none."""
+    found = re.fullmatch(r"([0-9]{1,7})(k?)", text)
+    return None if found is None else str(int(found[1]) * (1000 if found[2] else 1))
 
 
 def refuse_of_one_shape(config: TrainConfig) -> None:
@@ -250,7 +289,7 @@ def refuse_of_one_shape(config: TrainConfig) -> None:
         )
     if config.vocab is not None:
         raise InvalidConfigError(
-            "--vocab goes with train. Search a shape first, and train it with --vocab then."
+            f"--vocab {config.vocab}: a search tries several. Write --vocabularies {config.vocab}."
         )
 
 

@@ -34,6 +34,7 @@ from minilm_cache.models.student import (
     student_config,
     teacher_config,
 )
+from minilm_cache.models.vocabulary import Vocabulary, trimmed_config
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import FrozenSettings, validated
@@ -42,10 +43,11 @@ from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defa
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import initial_weights
-from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.train.run import TrainResult, refuse_other_texts, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
+from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.wording import counted
-from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape
+from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape, vocabularies_of
 
 RECORD: Final = "search.json"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
@@ -73,6 +75,8 @@ class Candidate(_Document):
     """A shape, measured before it is trained."""
 
     arch: str
+    vocab: str | None = None
+    """Value of `--vocab`. None means all pieces of the teacher's."""
     num_parameters: int
     num_bytes: int
     """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
@@ -84,15 +88,22 @@ class Candidate(_Document):
     is_tried: bool
     """Whether it is trained: within the budget, and no other one there is at least as large in everything."""
 
+    @property
+    def name(self) -> str:
+        """What the options of a training for it are: the shape, and its vocabulary if it has one."""
+        return _name(self.arch, self.vocab)
+
 
 class Round(_Document):
     """A round of trainings."""
 
     run: str
     """Folder of the run, below that of the search."""
+    more_runs: tuple[str, ...] = ()
+    """Folders of the runs of the round's other vocabularies."""
     steps: int
     losses: dict[str, float | None]
-    """Held-out loss of each shape afterwards, the best one first. None means that it diverged."""
+    """Held-out loss of each shape, by `Candidate.name`, the best one first. None means that it diverged."""
 
 
 class SearchRecord(_Document):
@@ -148,54 +159,65 @@ def search(
         IdentityMismatchError: the folder holds another search.
         MiniLMCacheError: whatever a training raises; what was measured and trained is kept.
     """
-    opened = open_cache(cache, home=session.home)
-    if not opened.manifest.num_held_out:
-        raise InvalidConfigError(
-            "a search compares students on held-out sequences, and this cache has none. Dump more text."
-        )
-    space = _Space.of(config, train, opened)
+    space = _Space.of(config, train, open_cache(cache, home=session.home))
     space.refuse_other_students(session.home)
     record = _read(out, space) or _begin(out, space, session)
-    tried = [each.arch for each in record.candidates if each.is_tried]
-    result: TrainResult | None = None
+    tried = [each.name for each in record.candidates if each.is_tried]
+    runs: dict[str | None, TrainResult] = {}
     plan = _plan(len(tried), space.last_steps, config.keep)
     for number, (count, steps) in enumerate(plan):
-        folder = out / f"round-{number + 1}"
-        settings = {**train, "epochs": None, "steps": steps, "arch": tuple(tried[:count])}
-        if result is not None:
-            settings |= {"init": str(result.path), "init_layers": None, "init_teacher": None}
         session.progress.note(
             f"round {number + 1} of {len(plan)}: {counted(count, 'shape')}, {counted(steps, 'step')}"
         )
-        result = train_students(validated(TrainConfig, settings), cache, out=folder, session=session)
-        done = Round(run=folder.name, steps=steps, losses=_ranked(result))
+        of_round = {}
+        for vocab, arch in _by_vocabulary(record, tried[:count]).items():
+            settings = {**train, "epochs": None, "steps": steps, "arch": arch, "vocab": vocab}
+            if vocab in runs:
+                settings |= {"init": str(runs[vocab].path), "init_layers": None, "init_teacher": None}
+            folder = out / f"round-{number + 1}{'' if vocab is None else f'-vocab-{vocab}'}"
+            training = validated(TrainConfig, settings)
+            of_round[vocab] = train_students(training, cache, out=folder, session=session)
+        runs |= of_round
+        names = [run.path.name for run in of_round.values()]
+        done = Round(run=names[0], more_runs=tuple(names[1:]), steps=steps, losses=_ranked(of_round))
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
         _write(out, record)
-        tried = [arch for arch, loss in done.losses.items() if loss is not None]
-    assert result is not None
-    winner = next(each for each in record.candidates if each.arch == tried[0])
-    measured, _ = space.measured([winner.arch], session)
-    return SearchResult(
-        path=out,
-        record=record,
-        winner=winner,
-        student=result.student_path(winner.arch),
-        latency_ms=measured[winner.arch].latency_ms,
-    )
+        tried = [name for name, loss in done.losses.items() if loss is not None]
+    winner = next(each for each in record.candidates if each.name == tried[0])
+    student = runs[winner.vocab].student_path(winner.arch)
+    latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
+    return SearchResult(path=out, record=record, winner=winner, student=student, latency_ms=latency_ms)
 
 
-def _ranked(result: TrainResult) -> dict[str, float | None]:
-    """Return the held-out loss of each student of a run, the best one first.
+def _name(arch: str, vocab: str | None) -> str:
+    return arch if vocab is None else f"{arch} --vocab {vocab}"
+
+
+def _by_vocabulary(record: SearchRecord, names: Sequence[str]) -> dict[str | None, tuple[str, ...]]:
+    """Return the shapes of candidates by their vocabularies, which are trained in runs of their own."""
+    found: dict[str | None, tuple[str, ...]] = {}
+    for each in (next(one for one in record.candidates if one.name == name) for name in names):
+        found[each.vocab] = (*found.get(each.vocab, ()), each.arch)
+    return found
+
+
+def _ranked(runs: Mapping[str | None, TrainResult]) -> dict[str, float | None]:
+    """Return the held-out loss of each student of a round, the best one first.
 
     Raises:
         DivergedError: all of them diverged.
     """
-    losses = {each.arch: each.loss_after for each in result.record.students}
-    finite = {arch: loss for arch, loss in losses.items() if loss is not None}
+    losses = {
+        _name(each.arch, vocab): each.loss_after
+        for vocab, run in runs.items()
+        for each in run.record.students
+    }
+    finite = {name: loss for name, loss in losses.items() if loss is not None}
     if not finite:
-        raise DivergedError(f"every student of {result.path} diverged. Lower --lr, and choose another --out.")
-    order = sorted(finite, key=lambda arch: finite[arch])
-    return {arch: losses[arch] for arch in [*order, *(each for each in losses if each not in finite)]}
+        where = ", ".join(str(run.path) for run in runs.values())
+        raise DivergedError(f"every student of {where} diverged. Lower --lr, and choose another --out.")
+    order = sorted(finite, key=lambda name: finite[name])
+    return {name: losses[name] for name in [*order, *(each for each in losses if each not in finite)]}
 
 
 def _plan(num_shapes: int, last_steps: int, keep: float) -> list[tuple[int, int]]:
@@ -218,6 +240,13 @@ class _Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    arch: str
+    vocab: str | None
+    config: PreTrainedConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Space:
     """The shapes of a search, and how they are measured."""
 
@@ -225,18 +254,29 @@ class _Space:
     train: Mapping[str, Any]
     cache: Cache
     last_steps: int
-    configs: Mapping[str, PreTrainedConfig]
-    """Configuration of each shape."""
+    shapes: Mapping[str, "_Shape"]
+    """What is measured, by `Candidate.name`."""
+    vocabularies: Mapping[str | None, Vocabulary | None]
+    """Pieces of each vocabulary, by the value of `--vocab`. None means all."""
     teacher: PreTrainedConfig
+
+    @property
+    def arch(self) -> tuple[str, ...]:
+        """The shapes, each once."""
+        return tuple(dict.fromkeys(each.arch for each in self.shapes.values()))
 
     @classmethod
     def of(cls, config: SearchConfig, train: Mapping[str, Any], cache: Cache) -> "_Space":
         """Return the shapes that the teacher's family and the objective have.
 
         Raises:
-            InvalidConfigError: a setting does not go with a search, or a shape is none.
+            InvalidConfigError: a setting does not go with a search, a shape is none, or nothing is held out.
         """
         manifest = cache.manifest
+        if not manifest.num_held_out:
+            raise InvalidConfigError(
+                "a search compares students on held-out sequences, and this cache has none. Dump more text."
+            )
         document = cache.reader.attachment(TEACHER_CONFIG)
         teacher = teacher_config(document, manifest)
         heads = manifest.identity.relation_heads
@@ -252,7 +292,7 @@ class _Space:
                 f"--embedding-widths {config.embedding_widths}: none is below the shapes' widths, which "
                 f"are at most {max(widths)}. Give smaller ones."
             )
-        configs = {}
+        configs: dict[str, PreTrainedConfig] = {}
         probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
         refuse_of_one_shape(probe)
         for num_layers, size, ratio, table in product(layers, widths, ratios, [None, *tables]):
@@ -262,18 +302,28 @@ class _Space:
             arch += "" if table is None else f":e{table}"
             shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
+        shapes = {}
+        vocabularies = {
+            vocab: student_vocabulary(probe.model_copy(update={"vocab": vocab}), cache)
+            for vocab in vocabularies_of(config)
+        }
+        for vocab, chosen in vocabularies.items():
+            for arch, described in configs.items():
+                kept = described if chosen is None else trimmed_config(described, chosen.kept)
+                shapes[_name(arch, vocab)] = _Shape(arch=arch, vocab=vocab, config=kept)
         return cls(
             config=config,
             train=train,
             cache=cache,
             last_steps=num_steps(probe, manifest),
-            configs=configs,
+            shapes=shapes,
+            vocabularies=vocabularies,
             teacher=teacher,
         )
 
     def refuse_other_students(self, home: Path) -> None:
         """Raise InvalidConfigError if the cache cannot serve the objective, or a shape cannot begin so."""
-        config = validated(TrainConfig, {**self.train, "arch": tuple(self.configs)})
+        config = validated(TrainConfig, {**self.train, "arch": self.arch})
         objective = choose_objective(config, self.cache, arch=config.arch, home=home)
         shapes = student_shapes(config, objective)
         begun = initial_weights(config, self.cache, shapes=shapes, head=objective.head, home=home)
@@ -282,11 +332,13 @@ class _Space:
                 f"--init-teacher {config.init_teacher} has another tokenizer than this cache, and rounds "
                 "of a search go on from each other's weights. Search without it, or train shapes yourself."
             )
+        for chosen in self.vocabularies.values():
+            refuse_other_texts(self.cache, objective, chosen)
 
     @property
     def settings(self) -> dict[str, Any]:
         """What a search depends on, as JSON."""
-        probe = validated(TrainConfig, {**self.train, "arch": tuple(self.configs)})
+        probe = validated(TrainConfig, {**self.train, "arch": self.arch})
         trained = probe.model_dump(mode="json", exclude=_CHANGE_NO_STUDENT)
         return {"search": self.config.model_dump(mode="json"), "train": trained}
 
@@ -296,39 +348,39 @@ class _Space:
         longest = self.cache.manifest.identity.packing.max_length
         return self.config.pass_length or min(_PASS_LENGTH, longest)
 
-    def map_weights(self, arch: str) -> int:
+    def map_weights(self, name: str) -> int:
         """Return the weights of a student's linear map to the teacher's vectors; 0 where it needs none."""
-        probe = validated(TrainConfig, {**self.train, "arch": (arch,)})
+        probe = validated(TrainConfig, {**self.train, "arch": (self.shapes[name].arch,)})
         states = self.cache.manifest.identity.states
         if not probe.spec.needs.pooled or states is None or states.pooled is None:
             return 0
-        hidden_size = self.configs[arch].hidden_size
+        hidden_size = self.shapes[name].config.hidden_size
         if probe.also:  # students of several teachers keep a turned map of their own width
             return int(hidden_size**2)
         with torch.device("meta"):
             layers = projection_to(states.pooled.width, hidden_size)
         return sum(weight.numel() for layer in layers for weight in layer.parameters())
 
-    def measured(self, arch: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:
+    def measured(self, names: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:
         """Return latency and bytes of shapes with random weights, and the teacher's latency in torch, ms."""
         config, form = self.config, FORMS.get(self.config.runtime)
         ids = torch.full((config.pass_texts, self.pass_length), 1)
         values = {IDS: ids, MASK: torch.ones_like(ids), SEGMENTS: torch.zeros_like(ids)}
         passes: dict[str, Any] = {}
         num_bytes = {}
-        session.progress.start("measure", len(arch), "shapes")
+        session.progress.start("measure", len(names), "shapes")
         with tempfile.TemporaryDirectory() as scratch:
-            for each in arch:
+            for each in names:
                 if session.should_stop():
                     raise InterruptedRunError(
                         "interrupted while shapes were measured. Run the same command again."
                     )
-                model = build_model(self.configs[each], "sdpa").eval()
+                model = build_model(self.shapes[each].config, "sdpa").eval()
                 check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
                 num_bytes[each] = _FLOAT32_BYTES * sum(weight.numel() for weight in model.parameters())
                 passes[each] = partial(_run, model, values)
                 if form is not None:
-                    folder = Path(scratch) / each.replace(":", "-")
+                    folder = Path(scratch) / each.replace(":", "-").replace(" ", "")
                     folder.mkdir()
                     run, wanted = write_form(model, folder, form, inputs=[values] * 2, name=each)
                     passes[each] = partial(run, {name: values[name] for name in wanted})
@@ -343,7 +395,7 @@ class _Space:
                 latency_ms=1e3 * seconds[each],
                 num_bytes=num_bytes[each] + _FLOAT32_BYTES * self.map_weights(each),
             )
-            for each in arch
+            for each in names
         }
         return measured, 1e3 * seconds[_TEACHER]
 
@@ -360,10 +412,10 @@ def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
     """
     config = space.config
     length = space.cache.manifest.identity.packing.max_length
-    measured, of_teacher = space.measured(list(space.configs), session)
+    measured, of_teacher = space.measured(list(space.shapes), session)
     weights = {
-        arch: model_size(described, length).num_parameters + space.map_weights(arch)
-        for arch, described in space.configs.items()
+        name: model_size(shape.config, length).num_parameters + space.map_weights(name)
+        for name, shape in space.shapes.items()
     }
     limits = {
         "ms": config.max_latency_ms or (of_teacher / config.speedup if config.speedup else None),
@@ -391,14 +443,15 @@ def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
     _plan(len(tried), space.last_steps, config.keep)  # refuses too few steps before anything is written
     candidates = tuple(
         Candidate(
-            arch=arch,
-            num_parameters=weights[arch],
-            num_bytes=measured[arch].num_bytes,
-            latency_ms=measured[arch].latency_ms,
-            fits=arch in fitting,
-            is_tried=arch in tried,
+            arch=space.shapes[name].arch,
+            vocab=space.shapes[name].vocab,
+            num_parameters=weights[name],
+            num_bytes=measured[name].num_bytes,
+            latency_ms=measured[name].latency_ms,
+            fits=name in fitting,
+            is_tried=name in tried,
         )
-        for arch in sorted(measured, key=lambda arch: measured[arch].latency_ms)
+        for name in sorted(measured, key=lambda name: measured[name].latency_ms)
     )
     record = SearchRecord(
         settings=space.settings,
@@ -419,8 +472,9 @@ def _is_covered(space: _Space, arch: str, fitting: Sequence[str]) -> bool:
             described.hidden_size,
             described.intermediate_size,
             getattr(described, "embedding_size", described.hidden_size),
+            described.vocab_size,
         )
-        for each, described in space.configs.items()
+        for each, described in ((name, shape.config) for name, shape in space.shapes.items())
     }
     return any(
         other != arch and all(mine <= theirs for mine, theirs in zip(sizes[arch], sizes[other], strict=True))

@@ -145,7 +145,9 @@ def test_queries_with_one_document_teach_no_order(folder: Path, tmp_path: Path, 
     words = ("dump", "--teacher", tmp_path / "judge", "--corpus", folder, "--pair-columns", COLUMNS)
     cache, short = tmp_path / "cache", ("--max-length", "32")
     for objective in ("listwise", "ranknet", "margin-mse"):
-        command.fails(*words, *short, "--for", objective, code=1, says=("every query has one document", objective))
+        command.fails(
+            *words, *short, "--for", objective, code=1, says=("every query has one document", objective)
+        )
     code, _, err = command(*words, *short, "--for", "score", "--out", cache)
     assert code == 0, err
     for objective in ("listwise", "ranknet", "margin-mse", "listwise=1,score=1"):

@@ -80,6 +80,19 @@ def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None
     assert "--vocab 9" in report.read_text()
 
 
+def test_students_go_on_with_the_pieces_that_they_have(few: World) -> None:
+    """What they learned is there when they begin again, and other pieces are refused."""
+    first = few.train("first", objective="embedding", vocab="9")
+    words: dict[str, Any] = {"objective": "embedding", "init": str(first.path)}
+    second = few.train("second", vocab="9", **words)
+    (before,), (after,) = first.record.students, second.record.students
+    assert after.held_out_before == pytest.approx(before.held_out_after, abs=1e-6)
+    assert AutoModel.from_pretrained(second.student_path("1x32")).config.vocab_size == 9
+    for vocab in ("8", "cache", None):
+        with pytest.raises(InvalidConfigError, match="or give the --vocab"):
+            few.train(f"refused-{vocab}", vocab=vocab, **words)
+
+
 def test_a_stopped_run_ends_as_one_that_was_not(few: World) -> None:
     found = few.resumes_the_same("1x32", objective="embedding", vocab="cache")
     assert json.loads((found.path / "run.json").read_text())["identity"]["vocab"]

@@ -18,7 +18,7 @@ from minilm_cache.workflows.config import SearchConfig
 from minilm_cache.workflows.search import SearchRecord, search
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import World, save_teacher, write_corpus
+from tests.support import VOCABULARY, World, save_teacher, write_corpus
 
 SHAPES = ("--layers", "1,2,3", "--widths", "16,32", "--pass-length", 8)
 TRAINED = ("--objective", "embedding", "--steps", 9, "--batch-size", 8, "--device", "cpu")
@@ -81,6 +81,49 @@ def test_the_best_of_what_fits_is_trained_to_the_end(cache: Path, tmp_path: Path
     assert "export-model" in printed
     assert "report" in printed
     command.fails(*begin, budget + 1, code=1, says="holds a search with other settings")
+
+
+def test_vocabularies_are_tried_beside_each_other(cache: Path, tmp_path: Path, command: Command) -> None:
+    """Weights are those of torch's models, rounds go on from their own vocabulary, and the winner opens."""
+    out, words = tmp_path / "out", ("--max-parameters", "10M", "--every", "--vocabularies", "9,12,all")
+    shapes = ("--layers", "1", "--widths", "16,32", "--feed-forward", "4", "--keep", "0.6")
+    result = found(command, cache, out, *words, *shapes)
+    candidates = {(each["arch"], each["vocab"]): each for each in result["candidates"]}
+    assert set(candidates) == {(arch, vocab) for arch in ("1x16", "1x32") for vocab in ("9", "12", None)}
+    whole, small = candidates["1x32", None], candidates["1x32", "9"]
+    assert whole["num_parameters"] - small["num_parameters"] == (len(VOCABULARY) - 9) * 32
+    assert whole["num_bytes"] - small["num_bytes"] == (len(VOCABULARY) - 9) * 32 * 4
+    first, *_, last = result["rounds"]
+    assert sorted([first["run"], *first["more_runs"]]) == ["round-1", "round-1-vocab-12", "round-1-vocab-9"]
+    assert len(first["losses"]) == 6
+    for number, part in enumerate(result["rounds"]):
+        for run in (part["run"], *part["more_runs"]):
+            record = load_record(out / run)
+            pieces = None if record.vocabulary is None else record.vocabulary.asked
+            for student in record.students:
+                name = student.arch if pieces is None else f"{student.arch} --vocab {pieces}"
+                assert part["losses"][name] == student.loss_after
+                if (
+                    number and student.arch == "1x32"
+                ):  # as wide as the teacher: without a map that is fitted anew
+                    before = result["rounds"][number - 1]["losses"][name]
+                    assert student.loss_before == pytest.approx(before, abs=1e-6)
+    assert result["winner"] == next(iter(last["losses"]))
+    pieces = candidates[result["winner"].split()[0], (result["winner"].split() + [None] * 2)[2]]
+    size = AutoModel.from_pretrained(result["student"]).config.vocab_size
+    assert size == int(pieces["vocab"] or len(VOCABULARY))
+    code, printed, err = command("search", cache, "--out", out, *SHAPES, *TRAINED, *words, *shapes)
+    assert code == 0, err
+    assert "1x16 --vocab 9" in printed
+
+
+def test_vocabularies_that_there_are_not(cache: Path, tmp_path: Path, command: Command) -> None:
+    words = ("search", cache, "--out", tmp_path / "out", *SHAPES, *TRAINED, "--max-parameters", "10M")
+    for value in ("5k,5000", "few", "9,", "-3"):
+        says = "give different numbers of pieces"
+        command.fails(*words, f"--vocabularies={value}", code=2, says=says)
+    command.fails(*words, "--vocab", "9", code=2, says="--vocabularies 9")
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, command: Command) -> None:
@@ -159,7 +202,7 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, "--speedup", 1, "--embedding-widths", "x", code=2, says="--embedding-widths x")
     command.fails(*begin, "--speedup", 1, "--embedding-widths", 32, code=2, says="none is below")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
-    command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocab goes with train")
+    command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocabularies 40")
     other = save_teacher(tmp_path / "other", seed=3)
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"ba"', '"baba"'))
