@@ -21,9 +21,9 @@ MAX_TOKENS: Final = 2**44
 """Most tokens of a cache: far more than any corpus has, and it bounds arithmetic on hostile sizes."""
 
 
-Precision = Literal["float32", "tf32", "bfloat16"]
-"""How a teacher computes: in float32, in float32 with products of TF32 (10 bits behind the point), or with
-weights and activations in bfloat16."""
+Precision = Literal["float32", "tf32", "bfloat16", "int8"]
+"""How a teacher computes: in float32, in float32 with products of TF32 (10 bits behind the point), with
+weights and activations in bfloat16, or in bfloat16 with the weights of linear layers in 8 bits."""
 
 
 class RelationKind(StrEnum):
@@ -255,7 +255,7 @@ class CacheIdentity(StoredModel):
     states: StatesIdentity | None = None
     """What is stored in addition to relations. None means nothing."""
 
-    precision: Literal["tf32", "bfloat16"] | None = None
+    precision: Literal["tf32", "bfloat16", "int8"] | None = None
     """Precision that the teacher computed in. None means float32, in which all caches of 0.1.0 are."""
 
     mask: Literal["causal"] | None = None

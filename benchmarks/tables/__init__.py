@@ -23,6 +23,7 @@ from benchmarks.tables.device import (
     gpu_dumps,
     gpu_training,
     precision,
+    precision_of_vectors,
 )
 from benchmarks.tables.embeddings import (
     embedding_bytes,
@@ -66,6 +67,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "device_counts": device_counts,
     "feeding": feeding,
     "precision": precision,
+    "precision_of_vectors": precision_of_vectors,
     "cpu_precision": cpu_precision,
     "students": students,
     "many_epochs": many_epochs,

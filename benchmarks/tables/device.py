@@ -81,6 +81,29 @@ def precision() -> str:
     )
 
 
+def precision_of_vectors() -> str:
+    """Return what 8 bits and bfloat16 do to a teacher's vectors."""
+    rows = [
+        [
+            f"`{name}`",
+            precision,
+            f"{row['weights_mb']:,.0f} MB",
+            f"{row['stsb_dev']:.1f}",
+            f"{row['mean_cosine']:.4f} / {row['least_cosine']:.4f}",
+        ]
+        for name, of_teacher in read("precision")["vectors"].items()
+        for precision, row in of_teacher.items()
+    ]
+    head = [
+        "teacher",
+        "precision",
+        "weights on a GPU",
+        "STS-B dev, Spearman",
+        "cosine with float32, mean / least",
+    ]
+    return table_of(head, rows)
+
+
 def cpu_precision() -> str:
     """Return what a training step takes on a CPU, in both precisions."""
     rows = []

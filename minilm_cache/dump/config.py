@@ -219,9 +219,10 @@ class SpeedSettings(DeviceSettings):
     """How the teacher computes."""
 
     precision: Precision | None = None
-    """Precision of the teacher: `float32`, `tf32` (NVIDIA GPUs) or `bfloat16`. It belongs to what identifies
-    a cache. None means that of the cache that is resumed or added to, otherwise bfloat16 on a GPU and float32
-    on a CPU."""
+    """Precision of the teacher: `float32`, `tf32` (NVIDIA GPUs), `bfloat16`, or `int8`, which holds weights
+    of linear layers in 8 bits and computes in bfloat16 (extra int8). It belongs to what identifies a cache.
+    None means that of the cache that is resumed or added to, otherwise bfloat16 on a GPU and float32 on a
+    CPU."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Sequences per forward pass of the teacher. None means as many as a quarter of a GPU's free memory
     holds, at most 1024, and 32 on a CPU."""

@@ -1,6 +1,7 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
 import json
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from rich.filesize import decimal
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
@@ -73,7 +74,8 @@ class Teacher:
             precision: what it computes in. Relations and softmaxes are computed in float32 in any case.
 
         Raises:
-            InvalidConfigError: the teacher has no such layer, or the device cannot compute in TF32.
+            InvalidConfigError: the teacher has no such layer, the device cannot compute in TF32, or 8 bits
+                need a package that is not installed.
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
             DeviceError: it is too large for the device's memory.
@@ -100,11 +102,7 @@ class Teacher:
             )
         self.device, self.precision, self._head = device, precision, head
         tapped = TappedModel(model).eval().requires_grad_(requires_grad=False)
-        if precision == "bfloat16":
-            # Weights alone: buffers such as the frequencies of rotary positions need float32. Not on the
-            # device, which would have to hold all of them in float32 first.
-            for weight in tapped.parameters():
-                weight.data = weight.data.bfloat16()
+        _round_weights(tapped, precision)  # before the device, which would hold all of them in float32 first
         self._tapped = tapped.to(device)
         if self._classifier is not None:
             self._classifier.to(device)
@@ -382,10 +380,36 @@ class Teacher:
         return found._replace(hidden=hidden, logits=logits.float())
 
 
+def _round_weights(model: nn.Module, precision: Precision) -> None:
+    """Round weights to bfloat16, or also those of linear layers to 8 bits, each row with a scale of its own.
+
+    Raises:
+        InvalidConfigError: torchao is not installed.
+    """
+    if precision not in ("bfloat16", "int8"):
+        return
+    for weight in model.parameters():  # buffers such as the frequencies of rotary positions need float32
+        weight.data = weight.data.bfloat16()
+    if precision == "bfloat16":
+        return
+    logging.disable(logging.WARNING)  # importing it complains of kernels that other GPUs have
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise InvalidConfigError(
+            "--precision int8 needs torchao, which is not installed: pip install 'minilm-cache[int8]'."
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    quantize_(model, Int8WeightOnlyConfig())
+
+
 class TeacherMemory(NamedTuple):
     """What the weights of a teacher take of memory."""
 
     num_weights: int
+    num_linear: int
+    """Weights of linear layers, which take a byte each in int8."""
     precision: Precision
     device: torch.device
     free: int | None
@@ -405,11 +429,16 @@ class TeacherMemory(NamedTuple):
         with library_errors(f"{source.folder}/config.json describes no model"), torch.device("meta"):
             model = draw_weights(config, head, attention=ATTENTION)
         count = sum(weight.numel() for weight in model.parameters())
-        found = cls(count, precision, device, free_bytes(device))
+        linear = {id(part.weight): part.weight for part in model.modules() if isinstance(part, nn.Linear)}
+        num_linear = sum(weight.numel() for weight in linear.values())
+        found = cls(count, num_linear, precision, device, free_bytes(device))
         if found.free is not None and found.num_bytes > found.free:
             remedy = "a smaller teacher, or a device with more memory"
-            if precision != "bfloat16" and device.type != "cpu":
-                remedy = f"`dump --precision bfloat16`, which takes {decimal(2 * count)}, or {remedy}"
+            smaller = [found._replace(precision=each) for each in ("bfloat16", "int8")]
+            fitting = next((each for each in smaller if each.num_bytes <= found.free), None)
+            if fitting is not None:
+                needed = decimal(fitting.num_bytes)
+                remedy = f"`dump --precision {fitting.precision}`, which takes {needed}, or {remedy}"
             raise DeviceError(f"teacher {source.name} does not fit: {found.in_words}. Take {remedy}.")
         host = free_bytes(CPU)
         if host is not None and _LOADED_BYTES * count > host:
@@ -424,8 +453,9 @@ class TeacherMemory(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; on a CPU they are there in float32 first."""
-        is_half = self.precision == "bfloat16" and self.device.type != "cpu"
-        return self.num_weights * (2 if is_half else _LOADED_BYTES)
+        if self.precision not in ("bfloat16", "int8") or self.device.type == "cpu":
+            return self.num_weights * _LOADED_BYTES
+        return 2 * self.num_weights - (self.num_linear if self.precision == "int8" else 0)
 
     @property
     def in_words(self) -> str:

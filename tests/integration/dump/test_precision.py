@@ -1,20 +1,23 @@
 """`dump --precision`: what a teacher computes in belongs to what identifies a cache."""
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModel
 
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import DeviceError, IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.locate import TeacherSource, locate_teacher
-from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
@@ -23,11 +26,15 @@ from tests.integration.train.test_train import stop_after
 from tests.support import World, dump_arguments, save_teacher
 
 
-def test_a_cache_in_bfloat16_holds_what_such_a_teacher_computes(world: World) -> None:
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_a_cache_holds_what_a_teacher_of_such_a_precision_computes(world: World, precision: str) -> None:
+    """The oracle is transformers' model, in int8 with the layers that torchao quantises."""
     plain = world.dump("plain", codec="dense")
-    rounded = world.dump("rounded", codec="dense", precision="bfloat16")
+    rounded = world.dump("rounded", codec="dense", precision=precision)
     sequence, own = open_cache(rounded.path)[3], open_cache(plain.path)[3]
     model = AutoModel.from_pretrained(world.teacher, dtype=torch.bfloat16)
+    if precision == "int8":
+        quantize_(model, Int8WeightOnlyConfig())
     sides: list[torch.Tensor] = []
     attention = model.encoder.layer[-1].attention.self
     for module in (attention.query, attention.key):
@@ -37,12 +44,45 @@ def test_a_cache_in_bfloat16_holds_what_such_a_teacher_computes(world: World) ->
     query, key = (side[0].unflatten(-1, (4, -1)).transpose(0, 1) for side in sides)
     attentions = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).softmax(-1)
 
-    assert rounded.manifest.identity.precision == "bfloat16"
+    assert rounded.manifest.identity.precision == precision
     assert plain.manifest.identity.precision is None
     assert rounded.manifest.fingerprint != plain.manifest.fingerprint
     assert torch.equal(sequence.input_ids, own.input_ids)
     torch.testing.assert_close(sequence.relation("attention"), attentions, rtol=2**-10, atol=1e-6)
     assert not torch.allclose(own.relation("attention"), attentions, rtol=2**-8, atol=1e-6)
+
+
+def test_int8_takes_a_byte_for_each_weight_of_a_product(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, gpu = locate_teacher(str(world.teacher)), torch.device("cuda")
+    model = AutoModel.from_pretrained(world.teacher)
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
+    whole = sum(weight.numel() for weight in model.parameters())
+    monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda _device: None)
+    of = partial(TeacherMemory.of, source, gpu, head=None)
+    assert [of(precision=each).num_bytes for each in ("float32", "bfloat16", "int8")] == [
+        *(4 * whole, 2 * whole, 2 * whole - linear)
+    ]
+    for free, remedy in (
+        (2 * whole, "bfloat16"),
+        (2 * whole - 1, "int8"),
+        (2 * whole - linear - 1, "a smaller"),
+    ):
+        monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda _device, free=free: free)
+        with pytest.raises(DeviceError, match=f"Take (`dump --precision )?{remedy}"):
+            of(precision="float32")
+
+
+def test_int8_without_its_package_is_said_at_once(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    words = dump_arguments(world, "--precision", "int8")
+    command.fails(*words, code=2, says=("needs torchao", "minilm-cache[int8]"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(InvalidConfigError, match="needs torchao"):  # in Python, too
+        world.dump(precision="int8")
 
 
 @pytest.mark.parametrize("states", ["minilm,tinybert", "minilm,bert-pkd"])
@@ -73,8 +113,11 @@ def test_weights_are_kept_as_they_are_in_the_teacher(world: World) -> None:
     assert all(torch.equal(values, plain[name].half()) for name, values in kept.items())
 
 
-def test_verify_runs_the_teacher_in_the_precision_of_the_cache(world: World, command: Command) -> None:
-    path = world.dump(codec="dense", precision="bfloat16").path
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_verify_runs_the_teacher_in_the_precision_of_the_cache(
+    world: World, command: Command, precision: str
+) -> None:
+    path = world.dump(codec="dense", precision=precision).path
     code, _, err = command("verify", path, "--teacher", world.teacher, "--corpus", world.corpus)
 
     assert code == 0, err
