@@ -12,7 +12,6 @@ from minilm_cache.cli.early import (
     refuse_files,
     refuse_missing,
     refuse_no_columns,
-    refuse_no_precision,
     refuse_no_task_data,
     refuse_no_text,
     refuse_too_long,
@@ -165,7 +164,6 @@ def _refuse_missing(
         refuse_lacking(dump=dump, train=recipe, assistants=assistants)
         refuse_other_objective(validated(TrainConfig, with_preset(preset, recipe)))
         refuse_undivided(arch, str(teacher), revision)
-    refuse_no_precision(dump.get("precision"))
     if corpus is not None:
         refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
     if teacher is not None and "max_length" in dump:

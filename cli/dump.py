@@ -11,7 +11,6 @@ from minilm_cache.cli.early import (
     refuse_cache_of_others,
     refuse_missing,
     refuse_no_layers,
-    refuse_no_precision,
     refuse_no_prompt,
     refuse_no_text,
     refuse_too_long,
@@ -117,7 +116,6 @@ def _refuse_mistakes(config: DumpConfig, place: Path | str | None, *, add: Path 
     elif place is not None:
         parts_of_url(place)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, cache=add)
-    refuse_no_precision(config.precision)
     refuse_no_layers(config)
     refuse_no_prompt(config)
     refuse_no_text(config.corpus, config.text_column, config.pair_columns)

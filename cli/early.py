@@ -82,7 +82,6 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "onnx": _ONNX,
     "openvino": (*_ONNX, "nncf", "openvino"),
     "ray": ("ray",),
-    "int8": ("torchao",),
 }
 """Modules of the extras whose lack would else show after torch is imported."""
 
@@ -100,12 +99,6 @@ def refuse_no_extra(*extras: str, for_what: str) -> None:
                 f"{for_what} needs {module}, which is not installed: pip install "
                 f"'minilm-cache[{','.join(extras)}]'."
             )
-
-
-def refuse_no_precision(precision: str | None) -> None:
-    """Raise InvalidConfigError if the package that a teacher's precision needs is not installed."""
-    if precision == "int8":
-        refuse_no_extra("int8", for_what="--precision int8")
 
 
 def refuse_no_tracker(name: str) -> None:

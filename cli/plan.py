@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.early import refuse_missing, refuse_no_precision, refuse_no_text, refuse_too_long
+from minilm_cache.cli.early import refuse_missing, refuse_no_text, refuse_too_long
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -39,7 +39,6 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
     teacher, revision, corpus = (dump.get(name) for name in ("teacher", "revision", "corpus"))
     refuse_missing(teacher=teacher, revision=revision, corpus=corpus, arch=cost.arch)
-    refuse_no_precision(dump.get("precision"))
     if corpus is not None:
         refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
     if teacher is not None:

@@ -220,7 +220,7 @@ class SpeedSettings(DeviceSettings):
 
     precision: Precision | None = None
     """Precision of the teacher: `float32`, `tf32` (NVIDIA GPUs), `bfloat16`, or `int8`, which holds weights
-    of linear layers in 8 bits and computes in bfloat16 (extra int8). It belongs to what identifies a cache.
+    of linear layers in 8 bits and computes in bfloat16. It belongs to what identifies a cache.
     None means that of the cache that is resumed or added to, otherwise bfloat16 on a GPU and float32 on a
     CPU."""
     batch_size: Annotated[int, Field(ge=1)] | None = None

@@ -1,7 +1,6 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
 import json
-import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +46,7 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.states import PoolingMode
 
 _LOADED_BYTES: Final = 4
+_MOST_OF_BYTE: Final = 127
 """Bytes of a weight while it is loaded, float32."""
 _SAME: Final = 1e-2
 """Greatest relative difference of hidden states that count as the same, in any precision."""
@@ -74,8 +74,7 @@ class Teacher:
             precision: what it computes in. Relations and softmaxes are computed in float32 in any case.
 
         Raises:
-            InvalidConfigError: the teacher has no such layer, the device cannot compute in TF32, or 8 bits
-                need a package that is not installed.
+            InvalidConfigError: the teacher has no such layer, or the device cannot compute in TF32.
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
             DeviceError: it is too large for the device's memory.
@@ -380,28 +379,45 @@ class Teacher:
         return found._replace(hidden=hidden, logits=logits.float())
 
 
-def _round_weights(model: nn.Module, precision: Precision) -> None:
-    """Round weights to bfloat16, or also those of linear layers to 8 bits, each row with a scale of its own.
+class _BytesLinear(nn.Module):
+    """A linear layer whose weights are held in 8 bits, each row with a scale of its own.
 
-    Raises:
-        InvalidConfigError: torchao is not installed.
+    Activations stay as they are, so that what a token becomes does not depend on its batch.
     """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Round the weights of a layer."""
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _MOST_OF_BYTE
+        self.register_buffer("weight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale[:, 0])
+        self.bias = linear.bias
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the layer's outputs, in the precision of the inputs."""
+        products = nn.functional.linear(values, self.weight.to(values.dtype)) * self.scale
+        return (products if self.bias is None else products + self.bias).to(values.dtype)
+
+
+def _round_weights(model: nn.Module, precision: Precision) -> None:
+    """Round weights to bfloat16, or also those of linear layers to 8 bits."""
     if precision not in ("bfloat16", "int8"):
         return
+    linear = [
+        (parent, name, part)
+        for parent in model.modules()
+        for name, part in parent.named_children()
+        if precision == "int8" and isinstance(part, nn.Linear)
+    ]
+    for parent, name, part in linear:
+        setattr(parent, name, _BytesLinear(part))
     for weight in model.parameters():  # buffers such as the frequencies of rotary positions need float32
         weight.data = weight.data.bfloat16()
-    if precision == "bfloat16":
-        return
-    logging.disable(logging.WARNING)  # importing it complains of kernels that other GPUs have
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise InvalidConfigError(
-            "--precision int8 needs torchao, which is not installed: pip install 'minilm-cache[int8]'."
-        ) from error
-    finally:
-        logging.disable(logging.NOTSET)
-    quantize_(model, Int8WeightOnlyConfig())
 
 
 class TeacherMemory(NamedTuple):
