@@ -53,6 +53,7 @@ from benchmarks.tables.students import (
     scores,
     shapes,
     shapes_predicted,
+    static_models,
     students,
     task_stages,
 )
@@ -81,6 +82,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "pair_scores": pair_scores,
     "rerankers": rerankers,
     "exported_models": exported_models,
+    "static_models": static_models,
     "questions": questions,
     "question_examples": question_examples,
     "shapes": shapes,

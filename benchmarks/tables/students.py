@@ -275,6 +275,23 @@ def exported_models() -> str:
     return table_of(heads, rows)
 
 
+def static_models() -> str:
+    """Return what a static model of the teacher costs and is worth, beside the teacher."""
+    models = read("static_models")["models"]
+    rows = [
+        [
+            f"`{name}`" if name == "mini" else "static, 256 dimensions",
+            f"{row['bytes'] / 1e6:.1f} MB",
+            f"{models['mini']['ms_of_1'] / row['ms_of_1']:.0f}x",
+            f"{models['mini']['ms_of_32'] / row['ms_of_32']:.0f}x",
+            f"{row['stsb_spearman']:.1f}",
+            f"{row['squad_ndcg']:.1f}",
+        ]
+        for name, row in models.items()
+    ]
+    return table_of(["model", "size", "speed, one text", "speed, 32 texts", "STS-B", "retrieval"], rows)
+
+
 def shapes() -> str:
     """Return how well an early loss, and weights alone, rank shapes."""
     result = read("shapes")
