@@ -35,6 +35,7 @@ from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -106,7 +107,7 @@ def dump(
     if json:
         print_json(_document(result))
     else:
-        _print(result)
+        _print(result, config)
 
 
 def _refuse_mistakes(config: DumpConfig, place: Path | str | None, *, add: Path | None, resume: bool) -> None:
@@ -182,7 +183,7 @@ def _document(result: "DumpResult") -> dict[str, Any]:
     }
 
 
-def _print(result: "DumpResult") -> None:
+def _print(result: "DumpResult", config: DumpConfig) -> None:
     manifest = result.manifest
     print_pairs(
         {
@@ -201,7 +202,7 @@ def _print(result: "DumpResult") -> None:
     bound = max_kl_in_words(manifest)
     if bound is not None:
         print_pairs({"KL bound": bound})
-    objective = _served(manifest)
+    objective = _served(manifest, config)
     if manifest.complete and objective is not None:
         teacher = manifest.identity.teacher
         arch = f"{max(1, teacher.num_layers // 2)}x{teacher.hidden_size}"
@@ -209,8 +210,11 @@ def _print(result: "DumpResult") -> None:
         print_pairs({"next": f"minilm-cache train {place} --arch {arch}{objective}"})
 
 
-def _served(manifest: CacheManifest) -> str | None:
+def _served(manifest: CacheManifest, config: DumpConfig) -> str | None:
     """Return the option of an objective that a cache surely serves. None means that no one is sure."""
+    compared = next((name for name in config.serve if name in (LISTWISE, MARGIN_MSE, RANKNET)), None)
+    if compared is not None:
+        return f" --objective {compared}"
     states = manifest.identity.states
     if states is not None and states.num_classes is not None:
         answers = "score" if states.num_classes == 1 else "tinybert-prediction"

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from minilm_cache.corpus.beir import look_at_judged
 from minilm_cache.corpus.formats import (
     HUB_PREFIX,
     PYTHON_DOCS,
     TEXT,
     corpus_files,
     file_of_records,
+    judged_files,
     parts_of_hub_name,
     refuse_other_content,
 )
@@ -322,7 +324,11 @@ def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | Non
         return
     from minilm_cache.corpus.pairs import PairColumns, read_pairs  # noqa: PLC0415 - takes a second
 
-    next(read_pairs(files[0], PairColumns.of(pair_columns).seen_in(files[0])), None)
+    columns = PairColumns.of(pair_columns).seen_in(files[0])
+    if judged_files(files[0]):
+        look_at_judged(files[0])
+    else:
+        next(read_pairs(files[0], columns), None)
 
 
 def refuse_no_columns(config: EvaluateConfig) -> None:

@@ -277,14 +277,15 @@ class Asked(NamedTuple):
     most: int | None
     """Most pieces that are kept. None means no limit."""
     file: Path | None
-    """File of pieces, one a line. None means that a text says which ones are kept."""
+    """File of pieces, one a line, or folder of a model that has them. None means that a text says which ones
+    are kept."""
 
 
 def asked_vocabulary(value: str) -> Asked:
     """Return what a value of `--vocab` asks for: a number like 8000 or 8k, a file, or another word.
 
     Raises:
-        InvalidConfigError: there is no such file.
+        InvalidConfigError: there is no such file, or no such folder of a model.
     """
     number = re.fullmatch(r"(\d+)(k?)", value)
     if number is not None:
@@ -292,10 +293,10 @@ def asked_vocabulary(value: str) -> Asked:
     if value in (OF_TEXTS, OF_CACHE):
         return Asked(None, None)
     file = Path(value)
-    if not file.is_file():
+    if not file.is_file() and not (file / "tokenizer.json").is_file():
         raise InvalidConfigError(
-            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, or a file that lists "
-            "one a line."
+            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, a file that lists one "
+            "a line, or the folder of a model that has them."
         )
     return Asked(None, file)
 
@@ -307,8 +308,8 @@ class TrimConfig(RevisionSettings, CorpusSettings):
     model: str
     """The model: `mini`, a folder such as RUN/students/3x384, or a hub id."""
     vocab: str = "texts"
-    """Pieces to keep: all that the text has (`texts`), a number of them like 8k, the most frequent ones, or a
-    file that lists one a line."""
+    """Pieces to keep: all that the text has (`texts`), a number of them like 8k, the most frequent ones, a
+    file that lists one a line, or the folder of a model that has them."""
 
     @model_validator(mode="after")
     def _keeps_pieces_of_texts(self) -> "TrimConfig":

@@ -99,6 +99,10 @@ class Template(StoredModel):
     """Id of the token between two documents of a packed sequence."""
 
 
+Truncation = Literal["longest_first", "only_second"]
+"""What is cut of a pair of texts that is too long: the longer text first, or the second text alone."""
+
+
 class PairTemplate(StoredModel):
     """Special tokens around and between two texts, as the teacher's tokenizer puts them."""
 
@@ -123,7 +127,7 @@ class Packing(StoredModel):
 
     mode: PackingMode
     """`packed`: documents are joined by the separator and cut to full length. `records`: each sequence is one
-    document. `pairs`: each sequence is two texts of one record, of which the longer is cut first."""
+    document. `pairs`: each sequence is two texts of one record."""
     max_length: int = Field(ge=4, le=2**16)
     """Most tokens of a sequence, including special tokens."""
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)

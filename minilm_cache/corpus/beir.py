@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,29 +47,52 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
     """
     grades, lines = dict[str, dict[str, int]](), dict[str, int]()
     for number, (query, document, grade) in _judgements(file):
-        grades.setdefault(query, {})[document] = grade
+        known = grades.setdefault(query, {})
+        if grade > 0 or document not in known:
+            known[document] = grade
         lines.setdefault(document, number)
     of_documents, of_queries = judged_files(file)
     documents: dict[str, str] = {}
     for where, row in json_records(of_documents):
-        name = text_of(row, "_id", where)
-        if name in lines or not only_judged:
-            documents[name] = f"{row.get('title') or ''} {text_of(row, 'text', where)}".strip()
-    rows = json_records(of_queries)
-    asked = {text_of(row, "_id", where): text_of(row, "text", where) for where, row in rows}
+        if not only_judged or row.get("_id") in lines:
+            name, text = _document(row, where)
+            documents[name] = text
+    asked = dict(_query(row, where) for where, row in json_records(of_queries))
     lacking = next((name for name in lines if name not in documents), None)
     if lacking is not None:
         raise CorpusError(
             f"{file}, line {lines[lacking]}: there is no document {lacking!r} in corpus.jsonl. Add it or "
             "remove the line."
         )
-    unknown = next((query for query in grades if query not in asked), None)
+    asked_for = (query for query, judged in grades.items() if max(judged.values()) > 0)
+    unknown = next((query for query in asked_for if query not in asked), None)
     if unknown is not None:
         raise CorpusError(
             f"{file}: there is no query {unknown!r} in queries.jsonl. Add it or remove the line."
         )
     queries = {query: text for query, text in asked.items() if query in grades}
     return JudgedTexts(queries=queries, documents=documents, grades=grades)
+
+
+def _document(row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Return the name of a document, and its text after its title; one of the two may be empty."""
+    title = str(row.get("title") or "")
+    has_title_alone = title.strip() and not str(row.get("text") or "").strip()
+    text = "" if has_title_alone else text_of(row, "text", where)
+    return text_of(row, "_id", where), f"{title} {text}".strip()
+
+
+def _query(row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Return the name of a query, and its text."""
+    return text_of(row, "_id", where), text_of(row, "text", where)
+
+
+def look_at_judged(file: Path) -> None:
+    """Raise CorpusError if a first line of judgements, documents or queries is damaged or lacks a text."""
+    next(_judgements(file), None)
+    for each, read in zip(judged_files(file), (_document, _query), strict=True):
+        for where, row in islice(json_records(each), 1):
+            read(row, where)
 
 
 def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -52,7 +52,7 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
     Args:
         path: the file or folder.
         pairs: whether pairs of texts are read. A folder in BEIR's layout then gives the judgements to train
-            on, and its documents and queries otherwise.
+            on, which are no texts otherwise.
 
     Raises:
         CorpusError: it does not exist, none is of a known kind, or there are no judgements to train on.
@@ -71,16 +71,16 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
     if path.exists() and not path.is_dir():
         raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
     judgements = path / "qrels" / "train.tsv"
-    if of_beir := judged_files(judgements):
-        if pairs and not judgements.is_file():
+    if pairs and judged_files(judgements):
+        if not judgements.is_file():
             others = sorted(file.name for file in judgements.parent.glob("*.tsv"))
             raise CorpusError(
                 f"corpus {path} is in BEIR's layout and has no qrels/train.tsv; it has "
                 f"{', '.join(others) or 'none'}. Name the judgements that are to be learnt, like "
                 f"{judgements.parent / (others or ['train.tsv'])[0]}."
             )
-        return [judgements] if pairs else of_beir
-    files = [file for file in _visible(path) if _is_text(file)]
+        return [judgements]
+    files = [file for file in _visible(path) if _is_text(file) and not judged_files(file)]
     if not files:
         raise CorpusError(f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder.")
     return files
@@ -95,6 +95,7 @@ def judged_files(file: Path) -> list[Path]:
     Returns:
         list[Path]: both files; empty if it is no file of judgements.
     """
+    file = file.absolute()
     folder = file.parent.parent
     beside = [folder / "corpus.jsonl", folder / "queries.jsonl"]
     is_judging = file.parent.name == "qrels" and file.suffix == ".tsv" and file.parent.is_dir()

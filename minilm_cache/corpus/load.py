@@ -228,7 +228,7 @@ class Corpus:
         return self.identity if split else self.identity.model_copy(update={"copies_sha256": None})
 
     def num_queries(self) -> int:
-        """Return of how many queries the documents of a corpus of groups are."""
+        """Return the number of different queries in a corpus of groups."""
         column = self.documents.select_columns(COPIES_OF).with_format("arrow")[:][COPIES_OF]
         return int(pc.count_distinct(column).as_py())
 

@@ -12,6 +12,7 @@ from minilm_cache.storage_schema.identity import (
     PairTemplate,
     Split,
     Template,
+    Truncation,
 )
 
 _LOOKED_AT: Final = 2**10
@@ -131,15 +132,17 @@ def packing_of(
     split: Split | None = "tokens",
     prompt: str | None = None,
     has_groups: bool = False,
+    truncation: Truncation | None = None,
 ) -> Packing:
     """Return how text becomes the sequences that a tokenizer's own template makes of it; see `Packing`.
 
-    With `has_groups`, queries have several documents, and documents alone are cut.
+    With `has_groups`, queries have several documents, and documents alone are cut. A `truncation` of None
+    means what is usual.
 
     Raises:
         TeacherError: same as for `template_of`.
-        InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at
-            their beginning, which records do not.
+        InvalidConfigError: sequences have no room beside special tokens, the tokenizer cuts long texts at
+            their beginning, which records do not, or queries would be cut differently for each document.
     """
     if mode != "packed" and tokenizer.truncation_side == "left":
         raise InvalidConfigError(
@@ -148,7 +151,12 @@ def packing_of(
             "tokenizer_config.json, and give texts that fit."
         )
     pair = pair_template_of(tokenizer) if mode == "pairs" else None
-    if pair is not None and has_groups:
+    if has_groups and truncation == "longest_first":
+        raise InvalidConfigError(
+            "--truncation longest_first cuts a query differently for each of its documents. Leave it out: "
+            "documents alone are cut."
+        )
+    if pair is not None and (has_groups or truncation == "only_second"):
         pair = pair.model_copy(update={"cut": "second"})
     template = template_of(tokenizer)
     num_special = len(template.before) + len(template.after)

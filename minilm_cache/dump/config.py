@@ -17,7 +17,7 @@ from minilm_cache.settings import (
     SequenceSettings,
     TeacherSettings,
 )
-from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS, Precision
+from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS, Precision, Truncation
 from minilm_cache.storage_schema.states import MAX_OTHERS, MAX_READINGS, PoolingMode
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
@@ -63,6 +63,10 @@ class TextSettings(SequenceSettings):
     tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
     which are a list, or in several columns like query,pos+neg; a folder in BEIR's layout has
     query,positive+negative. None means that each document is one text."""
+    truncation: Truncation | None = None
+    """What is cut of a pair that is too long: the longer text first (`longest_first`), or the second alone
+    (`only_second`), so that a question stays whole. None means longest_first, and only_second for queries
+    with several documents."""
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -76,6 +80,8 @@ class TextSettings(SequenceSettings):
     def _pairs_are_of_columns(self) -> "TextSettings":
         if (self.packing == "pairs") != (self.pair_columns is not None):
             raise ValueError("--packing pairs goes with --pair-columns, and only with it")
+        if self.truncation is not None and self.pair_columns is None:
+            raise ValueError("--truncation goes with --pair-columns: of one text the end is cut")
         return self
 
     @model_validator(mode="after")

@@ -112,6 +112,7 @@ def packing_for(
         split=split,
         prompt=corpus.prompt,
         has_groups=bool(corpus.identity.groups),
+        truncation=config.truncation,
     )
 
 

@@ -288,8 +288,8 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
 
 def _has_same_template(packing: Packing, teacher: Teacher) -> bool:
     """Return whether a cache's texts have the special tokens and segments of a teacher's tokenizer."""
-    if packing.pair is not None:
-        return pair_template_of(teacher.tokenizer) == packing.pair
+    if packing.pair is not None:  # which text is cut is not the tokenizer's
+        return pair_template_of(teacher.tokenizer) == packing.pair.model_copy(update={"cut": None})
     return template_to_store(teacher.tokenizer) == packing.template  # not so in caches of the first releases
 
 

@@ -78,8 +78,8 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
     to_train_on = config.retrieval / "qrels" / "train.tsv"
     if to_train_on.is_file():
         session.progress.note(
-            f"these are the queries of {to_train_on.with_name('test.tsv')}. To measure on them, mine "
-            f"those of {to_train_on} instead."
+            f"these queries are those to test on ({to_train_on.with_name('test.tsv')}). For a training, mine "
+            f"--retrieval {to_train_on}."
         )
     found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
     drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0

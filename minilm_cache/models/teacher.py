@@ -46,8 +46,8 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.states import PoolingMode
 
 _LOADED_BYTES: Final = 4
+"""Bytes of a weight while it is loaded, and of a row's scale in 8 bits: float32."""
 _MOST_OF_BYTE: Final = 127
-"""Bytes of a weight while it is loaded, float32."""
 _SAME: Final = 1e-2
 """Greatest relative difference of hidden states that count as the same, in any precision."""
 
@@ -404,17 +404,25 @@ class _BytesLinear(nn.Module):
         return (products if self.bias is None else products + self.bias).to(values.dtype)
 
 
+def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Return the linear layers that are held in 8 bits: the module of each, its name there, and the layer.
+
+    A head whose weights are those of the embeddings stays: it would be a copy.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    return [
+        (parent, name, part)
+        for parent in model.modules()
+        for name, part in parent.named_children()
+        if isinstance(part, nn.Linear) and id(part.weight) not in tables
+    ]
+
+
 def _round_weights(model: nn.Module, precision: Precision) -> None:
     """Round weights to bfloat16, or also those of linear layers to 8 bits."""
     if precision not in ("bfloat16", "int8"):
         return
-    linear = [
-        (parent, name, part)
-        for parent in model.modules()
-        for name, part in parent.named_children()
-        if precision == "int8" and isinstance(part, nn.Linear)
-    ]
-    for parent, name, part in linear:
+    for parent, name, part in _linear_layers(model) if precision == "int8" else ():
         setattr(parent, name, _BytesLinear(part))
     for weight in model.parameters():  # buffers such as the frequencies of rotary positions need float32
         weight.data = weight.data.bfloat16()
@@ -424,8 +432,8 @@ class TeacherMemory(NamedTuple):
     """What the weights of a teacher take of memory."""
 
     num_weights: int
-    num_linear: int
-    """Weights of linear layers, which take a byte each in int8."""
+    num_saved: int
+    """Bytes that int8 saves beside bfloat16: a byte for each weight of a linear layer, but for the scales."""
     precision: Precision
     device: torch.device
     free: int | None
@@ -438,16 +446,21 @@ class TeacherMemory(NamedTuple):
         """Count a teacher's weights, none of which is read, and look at a device.
 
         Raises:
-            TeacherError: the folder describes no model.
+            TeacherError: the folder describes no model, or one that 8 bits would make hardly smaller.
             DeviceError: the weights take more memory than is free.
         """
         config = read_config(source.folder)
         with library_errors(f"{source.folder}/config.json describes no model"), torch.device("meta"):
             model = draw_weights(config, head, attention=ATTENTION)
         count = sum(weight.numel() for weight in model.parameters())
-        linear = {id(part.weight): part.weight for part in model.modules() if isinstance(part, nn.Linear)}
-        num_linear = sum(weight.numel() for weight in linear.values())
-        found = cls(count, num_linear, precision, device, free_bytes(device))
+        rows = [(part.out_features, part.in_features) for _, _, part in _linear_layers(model)]
+        saved = sum(num_rows * (num_columns - _LOADED_BYTES) for num_rows, num_columns in rows)
+        if precision == "int8" and saved < 0.1 * count:
+            raise TeacherError(
+                f"--precision int8: teacher {source.name} has few linear layers, and only these are held in "
+                "8 bits. Take bfloat16."
+            )
+        found = cls(count, saved, precision, device, free_bytes(device))
         if found.free is not None and found.num_bytes > found.free:
             remedy = "a smaller teacher, or a device with more memory"
             smaller = [found._replace(precision=each) for each in ("bfloat16", "int8")]
@@ -471,7 +484,7 @@ class TeacherMemory(NamedTuple):
         """Bytes of the weights on the device; on a CPU they are there in float32 first."""
         if self.precision not in ("bfloat16", "int8") or self.device.type == "cpu":
             return self.num_weights * _LOADED_BYTES
-        return 2 * self.num_weights - (self.num_linear if self.precision == "int8" else 0)
+        return 2 * self.num_weights - (self.num_saved if self.precision == "int8" else 0)
 
     @property
     def in_words(self) -> str:

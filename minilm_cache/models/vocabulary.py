@@ -149,13 +149,18 @@ class Pieces:
         return found
 
     def listed(self, file: Path) -> list[int]:
-        """Return the numbers of the pieces that a file lists, and of those that stay in any case.
+        """Return the numbers of the pieces that a file lists or a model has, and of those that stay anyway.
 
         Raises:
-            InvalidConfigError: it cannot be read as text, or a line is no piece of this tokenizer.
+            InvalidConfigError: it cannot be read as text, or one is no piece of this tokenizer.
+            TeacherError: the model's tokenizer cannot be read.
         """
         try:
-            lines = file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
+            if file.is_dir():
+                vocab = load_tokenizer(file, has_ends=False).get_vocab()
+                lines = sorted(vocab, key=lambda piece: vocab[piece])
+            else:
+                lines = file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeError) as error:
             raise InvalidConfigError(f"--vocab {file}: {first_line(error)}. Give a text in UTF-8.") from error
         known, kept = self.tokenizer.get_vocab(), set(self.always)

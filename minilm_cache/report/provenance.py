@@ -7,6 +7,7 @@ from typing import Any
 
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.settings import flag_of, option_words
+from minilm_cache.storage_schema.identity import CacheIdentity, Truncation
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.urls import is_url
@@ -60,6 +61,7 @@ def dump_command(manifest: CacheManifest) -> str:
         "prompt": identity.packing.prompt,
         "role_column": manifest.labels.role_column,
         "pair_columns": manifest.labels.pair_columns,
+        "truncation": _truncation(identity),
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,
@@ -68,6 +70,14 @@ def dump_command(manifest: CacheManifest) -> str:
     words = ["minilm-cache", "dump", "--teacher", manifest.labels.teacher]
     # Every setting is named: defaults may change from release to release.
     return shlex.join(words + [word for name, value in given.items() for word in option_words(name, value)])
+
+
+def _truncation(identity: CacheIdentity) -> Truncation | None:
+    """Return the value of `--truncation`. None means that there are no pairs, or that their kind says it."""
+    pair = identity.packing.pair
+    if pair is None or identity.corpus.groups:
+        return None
+    return "longest_first" if pair.cut is None else "only_second"
 
 
 def _import_command(manifest: CacheManifest) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache, refuse_no_pairs
 from minilm_cache.codecs.vectors import VectorsCodec
-from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs, query_numbers
 from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
@@ -80,7 +80,6 @@ class _ReadPlan:
         return self.readings[epoch % len(self.readings)].get(path, path)
 
 
-_Buffered = tuple[Mapping[int, Segment], Buffer]
 _Piece = tuple[Mapping[int, Segment], npt.NDArray[np.int64], int]
 """Segments by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
 
@@ -150,9 +149,7 @@ class BatchReader:
                 buffers = stack.enter_context(
                     closing(self.segments_of(plan.streams[number].stream(position)))
                 )
-                pair = self._pair if plan.batches == "by-query" else None
-                ordered = buffers if pair is None else _by_query(buffers, pair, self._wanted)
-                streams[number] = _pieces(ordered, plan.part_size, batches=plan.batches)
+                streams[number] = _pieces(buffers, plan.part_size, batches=plan.batches, pair=self._pair)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
             pending = ahead.submit(self._gather_step, streams, plan)
             while True:
@@ -179,7 +176,7 @@ class BatchReader:
             stored = self._gather([(segments, numbers, 0)])
             yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
 
-    def segments_of(self, buffers: Iterator[Buffer]) -> Generator[_Buffered]:
+    def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
         """Yield each buffer with its segments, while the segments of the buffers after it are read."""
         reader, ahead = self._cache.reader, deque[tuple[Buffer, _Reads, int]]()
         # More than an epoch of a small cache would only be read again.
@@ -335,37 +332,23 @@ def _paths_by_reading(codec: SignalsCodec | None, paths: Iterable[str]) -> tuple
     )
 
 
-def _by_query(buffers: Iterator[_Buffered], pair: PairTemplate, wanted: WantedTargets) -> Iterator[_Buffered]:
-    """Yield buffers with the pairs of each query next to each other.
-
-    Raises:
-        InvalidConfigError: documents of a query are compared, and no query of the first buffer has two.
-    """
-    for number, (segments, buffer) in enumerate(buffers):
-        tokens = (
-            next(segment for segment in segments.values() if at in segment).rows_of("tokens", at)
-            for at in buffer.sequences.tolist()
-        )
-        queries = query_numbers(tokens, pair).numpy()
-        if number == 0 and wanted.groups and len(np.unique(queries)) == len(queries) > 1:
-            raise InvalidConfigError(
-                f"the first {len(queries):,} pairs of this cache are of as many queries, and this objective "
-                "compares the documents of a query. Dump queries with several documents (minilm-cache mine "
-                "adds near ones that are not right), or take --objective score."
-            )
-        yield segments, buffer.by_query(queries)
-
-
 def _pieces(
-    buffers: Iterator[_Buffered],
+    buffers: Iterator[tuple[Mapping[int, Segment], Buffer]],
     batch_size: int,
     *,
     batches: Batches = "shuffled",
+    pair: PairTemplate | None = None,
 ) -> Iterator[list[_Piece]]:
     """Cut a stream into batches; a batch at the end of a buffer may continue in the next buffer."""
     batch: list[_Piece] = []
     room = batch_size
     for segments, buffer in buffers:
+        if batches == "by-query" and pair is not None:
+            tokens = (
+                next(segment for segment in segments.values() if number in segment).rows_of("tokens", number)
+                for number in buffer.sequences.tolist()
+            )
+            buffer = buffer.by_query(query_numbers(tokens, pair).numpy())
         if batches == "by-length":
             # A stream begins at a whole batch, so what was skipped ends one, too.
             head = buffer.skipped % batch_size if buffer.skipped else room % batch_size

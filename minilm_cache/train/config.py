@@ -87,8 +87,8 @@ class RecipeSettings(FrozenSettings):
 
     vocab: str | None = None
     """Pieces of the teacher's vocabulary that students have: those of the cache's training sequences
-    (`cache`), a number of them like 8k, the most frequent ones, or a file that lists one a line. None means
-    all of them."""
+    (`cache`), a number of them like 8k, the most frequent ones, a file that lists one a line, or the folder
+    of a student that has them. None means all of them."""
 
 
 class ComputeSettings(DeviceSettings):

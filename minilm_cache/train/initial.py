@@ -350,8 +350,8 @@ def _is_trimmed(folder: Path, cache: Cache, vocabulary: Vocabulary | None) -> bo
             return True
         raise InvalidConfigError(
             f"--init {folder}: its tokenizer is not the one of this cache, so its embeddings belong to other "
-            "tokens. Take a model with the tokenizer of the cache's teacher, or give the --vocab that it was "
-            "trained with."
+            "tokens. Take a model with the tokenizer of the cache's teacher. If its pieces are some of that "
+            f"one's, add --vocab {folder}."
         )
     return False
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from filelock import FileLock, Timeout
 
@@ -13,6 +14,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
@@ -57,6 +59,9 @@ from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage
 from minilm_cache.wording import Described, number_text
+
+_LOOKED_AT: Final = 4096
+"""Pairs that are looked at for a query with two documents; those of a query follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -211,7 +216,8 @@ def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens
     """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
 
     These are those with a tokenizer of their own, and bi-encoders whose tokenizer puts other tokens around a
-    text alone: they learn it between the tokens that are before and after a pair.
+    text alone: they learn it between the tokens that are before and after a pair. An objective that compares
+    the documents of a query is refused where queries have one each.
     """
     pair = cache.manifest.identity.packing.pair
     if pair is None:
@@ -228,6 +234,15 @@ def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens
             raise InvalidConfigError(
                 "--encoder bi: the tokenizer of this cache puts other tokens around a text than a pair, so "
                 "that bi-encoders would read other texts than they learned. Take --encoder cross."
+            )
+    looked_at = range(min(_LOOKED_AT, cache.manifest.num_train))
+    if objective.wanted.groups and len(looked_at) > 1:
+        rows = (segment.rows_of("tokens", number) for segment, number in cache.reader.sequences(looked_at))
+        if len(query_numbers(rows, pair).unique()) == len(looked_at):
+            raise InvalidConfigError(
+                f"the first {len(looked_at):,} pairs of this cache are of as many queries, and this "
+                "objective compares the documents of a query. Dump queries with several documents "
+                "(minilm-cache mine adds near ones that are not right), or take --objective score."
             )
 
 

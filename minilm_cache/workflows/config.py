@@ -289,7 +289,7 @@ def refuse_of_one_shape(config: TrainConfig) -> None:
         )
     if config.vocab is not None:
         raise InvalidConfigError(
-            f"--vocab {config.vocab}: a search tries several. Write --vocabularies {config.vocab}."
+            "--vocab goes with train. A search tries numbers of pieces: --vocabularies 5k,all."
         )
 
 

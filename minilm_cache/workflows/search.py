@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -161,6 +162,11 @@ def search(
     """
     space = _Space.of(config, train, open_cache(cache, home=session.home))
     space.refuse_other_students(session.home)
+    if alike := set(vocabularies_of(config)) - set(space.vocabularies):
+        names = ", ".join(sorted(map(str, alike)))
+        session.progress.note(
+            f"--vocabularies: {names} left out, the same pieces as another one in this cache"
+        )
     record = _read(out, space) or _begin(out, space, session)
     tried = [each.name for each in record.candidates if each.is_tried]
     runs: dict[str | None, TrainResult] = {}
@@ -169,17 +175,14 @@ def search(
         session.progress.note(
             f"round {number + 1} of {len(plan)}: {counted(count, 'shape')}, {counted(steps, 'step')}"
         )
-        of_round = {}
-        for vocab, arch in _by_vocabulary(record, tried[:count]).items():
-            settings = {**train, "epochs": None, "steps": steps, "arch": arch, "vocab": vocab}
-            if vocab in runs:
-                settings |= {"init": str(runs[vocab].path), "init_layers": None, "init_teacher": None}
-            folder = out / f"round-{number + 1}{'' if vocab is None else f'-vocab-{vocab}'}"
-            training = validated(TrainConfig, settings)
-            of_round[vocab] = train_students(training, cache, out=folder, session=session)
-        runs |= of_round
-        names = [run.path.name for run in of_round.values()]
-        done = Round(run=names[0], more_runs=tuple(names[1:]), steps=steps, losses=_ranked(of_round))
+        shapes = _by_vocabulary(record, tried[:count])
+        place = out / f"round-{number + 1}"
+        trained = _trained(shapes, {**train, "steps": steps}, runs, place=place, cache=cache, session=session)
+        runs |= trained
+        diverged = {_name(arch, vocab) for vocab in shapes.keys() - trained.keys() for arch in shapes[vocab]}
+        losses = _ranked(trained, out) | dict.fromkeys(sorted(diverged), None)
+        folders = [run.path.name for run in trained.values()]
+        done = Round(run=folders[0], more_runs=tuple(folders[1:]), steps=steps, losses=losses)
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
         _write(out, record)
         tried = [name for name, loss in done.losses.items() if loss is not None]
@@ -187,6 +190,31 @@ def search(
     student = runs[winner.vocab].student_path(winner.arch)
     latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
     return SearchResult(path=out, record=record, winner=winner, student=student, latency_ms=latency_ms)
+
+
+def _trained(
+    shapes: Mapping[str | None, tuple[str, ...]],
+    train: Mapping[str, Any],
+    before: Mapping[str | None, TrainResult],
+    *,
+    place: Path,
+    cache: str | Path,
+    session: Session,
+) -> dict[str | None, TrainResult]:
+    """Train the shapes of a round, those of each vocabulary in a run, and go on from the runs before.
+
+    A vocabulary whose students all diverge is left out.
+    """
+    done: dict[str | None, TrainResult] = {}
+    for vocab, arch in shapes.items():
+        settings = {**train, "epochs": None, "arch": arch, "vocab": vocab}
+        if vocab in before:
+            settings |= {"init": str(before[vocab].path), "init_layers": None, "init_teacher": None}
+        folder = place if vocab is None else place.with_name(f"{place.name}-vocab-{vocab}")
+        with suppress(DivergedError):
+            training = validated(TrainConfig, settings)
+            done[vocab] = train_students(training, cache, out=folder, session=session)
+    return done
 
 
 def _name(arch: str, vocab: str | None) -> str:
@@ -201,7 +229,7 @@ def _by_vocabulary(record: SearchRecord, names: Sequence[str]) -> dict[str | Non
     return found
 
 
-def _ranked(runs: Mapping[str | None, TrainResult]) -> dict[str, float | None]:
+def _ranked(runs: Mapping[str | None, TrainResult], out: Path) -> dict[str, float | None]:
     """Return the held-out loss of each student of a round, the best one first.
 
     Raises:
@@ -214,8 +242,7 @@ def _ranked(runs: Mapping[str | None, TrainResult]) -> dict[str, float | None]:
     }
     finite = {name: loss for name, loss in losses.items() if loss is not None}
     if not finite:
-        where = ", ".join(str(run.path) for run in runs.values())
-        raise DivergedError(f"every student of {where} diverged. Lower --lr, and choose another --out.")
+        raise DivergedError(f"every student of {out} diverged. Lower --lr, and choose another --out.")
     order = sorted(finite, key=lambda name: finite[name])
     return {name: losses[name] for name in [*order, *(each for each in losses if each not in finite)]}
 
@@ -303,10 +330,7 @@ class _Space:
             shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
         shapes = {}
-        vocabularies = {
-            vocab: student_vocabulary(probe.model_copy(update={"vocab": vocab}), cache)
-            for vocab in vocabularies_of(config)
-        }
+        vocabularies = _vocabularies(config, probe, cache)
         for vocab, chosen in vocabularies.items():
             for arch, described in configs.items():
                 kept = described if chosen is None else trimmed_config(described, chosen.kept)
@@ -332,8 +356,11 @@ class _Space:
                 f"--init-teacher {config.init_teacher} has another tokenizer than this cache, and rounds "
                 "of a search go on from each other's weights. Search without it, or train shapes yourself."
             )
-        for chosen in self.vocabularies.values():
-            refuse_other_texts(self.cache, objective, chosen)
+        try:
+            for chosen in self.vocabularies.values():
+                refuse_other_texts(self.cache, objective, chosen)
+        except InvalidConfigError as error:
+            raise InvalidConfigError(str(error).replace("--vocab:", "--vocabularies:")) from error
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -400,6 +427,30 @@ class _Space:
         return measured, 1e3 * seconds[_TEACHER]
 
 
+def _vocabularies(
+    config: SearchConfig, probe: TrainConfig, cache: Cache
+) -> dict[str | None, Vocabulary | None]:
+    """Return the vocabularies that differ, by the value of `--vocab`; None is all pieces.
+
+    A cache has each piece once at most, so that large numbers of pieces may all mean the same ones.
+
+    Raises:
+        InvalidConfigError: there are fewer pieces than have to stay, or none may go.
+    """
+    found: dict[str | None, Vocabulary | None] = {}
+    known: set[tuple[int, ...] | None] = set()
+    for vocab in sorted(vocabularies_of(config), key=lambda name: name is not None):
+        try:
+            chosen = student_vocabulary(probe.model_copy(update={"vocab": vocab}), cache)
+        except InvalidConfigError as error:
+            raise InvalidConfigError(str(error).replace("--vocab", "--vocabularies")) from error
+        kept = None if chosen is None or len(chosen.kept) == chosen.pieces.size else chosen.kept
+        if kept not in known:
+            known.add(kept)
+            found[vocab] = chosen
+    return found
+
+
 def _run(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> object:
     return model(input_ids=values[IDS], attention_mask=values[MASK])
 
@@ -464,7 +515,7 @@ def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
     return record
 
 
-def _is_covered(space: _Space, arch: str, fitting: Sequence[str]) -> bool:
+def _is_covered(space: _Space, name: str, fitting: Sequence[str]) -> bool:
     """Return whether another shape within the budget is at least as large in everything."""
     sizes = {
         each: (
@@ -477,7 +528,8 @@ def _is_covered(space: _Space, arch: str, fitting: Sequence[str]) -> bool:
         for each, described in ((name, shape.config) for name, shape in space.shapes.items())
     }
     return any(
-        other != arch and all(mine <= theirs for mine, theirs in zip(sizes[arch], sizes[other], strict=True))
+        sizes[other] != sizes[name]
+        and all(mine <= theirs for mine, theirs in zip(sizes[name], sizes[other], strict=True))
         for other in fitting
     )
 

@@ -62,6 +62,27 @@ def test_without_pairs_the_texts_are_documents_and_queries(folder: Path) -> None
     assert read(folder, None) == [(json.loads(line)["text"],) for line in content.splitlines()]
 
 
+def test_other_texts_of_the_folder_are_read_as_before(folder: Path) -> None:
+    (folder / "more.txt").write_text("one more")
+    assert ("one more",) in read(folder, None)
+
+
+def test_names_may_be_relative_to_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "qrels")
+    assert read(Path("test.tsv")) == [(asked(2), text(0))]
+
+
+def test_a_document_may_have_a_title_alone_and_a_pair_two_grades(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    rows[3]["text"] = ""
+    rows.append({"_id": "unused", "text": ""})
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (folder / "qrels/train.tsv").open("a") as train:
+        train.write("q0\td0\t0\nnowhere\td0\t0\n")
+    assert read(folder)[0] == (asked(0), text(0))
+    assert read(folder)[-1] == (asked(1), WORDS[3])
+
+
 def test_a_change_of_any_of_the_three_files_is_seen(folder: Path, tmp_path: Path) -> None:
     known = read(folder, home=tmp_path)
     for file, old, new in (
@@ -96,6 +117,9 @@ def test_judgements_go_from_a_folder_to_a_student(folder: Path, tmp_path: Path, 
     )
     assert code == 0, err
     assert open_cache(str(tmp_path / "cache")).manifest.num_sequences == 64
+    verify = ("verify", tmp_path / "cache", "--teacher", tmp_path / "judge", "--corpus", folder)
+    code, _, err = command(*verify)
+    assert code == 0, err
     code, _, err = command(
         *("train", tmp_path / "cache", "--objective", "score", "--arch", "1x16", "--steps", "2"),
         *("--batch-size", "2", "--out", tmp_path / "run"),
@@ -110,10 +134,10 @@ def test_mine_says_that_there_are_judgements_to_train_on(
     save_teacher(tmp_path / "encoder")
     words = ("mine", tmp_path / "encoder", "--max-length", "16", "--negatives", "2", "--among", "5")
     code, _, err = command(*words, "--retrieval", folder, "--out", tmp_path / "tested.jsonl")
-    assert (code, "mine those of" in err) == (0, True), err
+    assert (code, "For a training, mine" in err) == (0, True), err
     train = folder / "qrels/train.tsv"
     code, _, err = command(*words, "--retrieval", train, "--out", tmp_path / "mined.jsonl")
-    assert (code, "mine those of" in err) == (0, False), err
+    assert (code, "For a training, mine" in err) == (0, False), err
     groups = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text().splitlines()]
     assert [group["positive"] for group in groups] == [[text(1), text(0)], [text(3)]]
     assert not {text(0), text(1)} & set(groups[0]["negative"])
@@ -126,7 +150,15 @@ def test_what_is_missing_or_wrong_is_named(folder: Path, command: Command) -> No
     whole = train.read_text()
     for line, says in (("q0\td99\t1", "no document 'd99'"), ("q0 d1 1", "a whole grade, with tabs")):
         train.write_text(f"{whole}{line}\n")
-        command.fails(*words, COLUMNS, code=1, says=("line 6", says))
+        with pytest.raises(CorpusError, match=f"line 6.*{says}"):
+            read(folder)
+    train.write_text("q0 d1 1\n")
+    command.fails(*words, COLUMNS, code=1, says=("line 1", "a whole grade, with tabs"))
+    train.write_text(whole)
+    texts = (folder / "corpus.jsonl").read_text()
+    (folder / "corpus.jsonl").write_text(texts.replace('"text"', '"body"'))
+    command.fails(*words, COLUMNS, code=1, says=("corpus.jsonl, line 1", "no text 'text'"))
+    (folder / "corpus.jsonl").write_text(texts)
     train.write_text("query-id\tcorpus-id\tscore\n")
     with pytest.raises(CorpusError, match="it holds no text"):
         read(folder)

@@ -28,6 +28,7 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model
 from minilm_cache.models.student import build_student, shape_config
+from minilm_cache.report.provenance import dump_command
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
 from minilm_cache.storage_schema.identity import PairTemplate
@@ -102,6 +103,35 @@ def test_sequences_are_what_the_tokenizer_makes_of_pairs(world: World, ending: s
     for row, segments in zip(rows, inputs.segments, strict=True):
         assert segments[: len(row)].tolist() == of_ids[tuple(row.tolist())]
         assert not segments[len(row) :].any()
+
+
+def test_the_second_text_alone_is_cut_where_that_is_asked_for(world: World, command: Command) -> None:
+    rows = [json.loads(line) for line in world.corpus.read_text().splitlines()]
+    rows = [row for row in rows if len(row["one"].split()) < 25]  # others leave no room for a second text
+    rows.append({"one": " ".join(WORDS[:20]), "two": " ".join(WORDS[:20])})
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dumped, tokenizer = (
+        world.dump(truncation="only_second", **PAIRS),
+        AutoTokenizer.from_pretrained(world.teacher),
+    )
+    texts = [[row[name] for row in rows] for name in ("one", "two")]
+    expected = tokenizer(*texts, truncation="only_second", max_length=32)["input_ids"]
+    found = sorted(sequence.input_ids.tolist() for sequence in open_cache(dumped.path))
+    assert found == sorted(expected)
+    assert found != sorted(tokenizer(*texts, truncation=True, max_length=32)["input_ids"])
+    assert "--truncation only_second" in dump_command(dumped.manifest)
+    code, _, err = command("verify", dumped.path, "--teacher", world.teacher, "--corpus", world.corpus)
+    assert code == 0, err
+
+
+def test_what_is_cut_is_about_pairs_and_never_about_a_query(world: World, command: Command) -> None:
+    words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", "32")
+    command.fails(*words, "--truncation", "only_second", code=2, says="goes with --pair-columns")
+    rows = [{"query": WORDS[0], "documents": [WORDS[1], WORDS[2]]}]
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paired = ("--pair-columns", "query,documents", "--truncation")
+    command.fails(*words, *paired, "longest_first", code=2, says="documents alone are cut")
+    command.fails(*words, *paired, "shortest", code=2, says="longest_first")
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,11 +12,18 @@ from transformers import AutoModel
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import DeviceError, IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import (
+    DeviceError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    InvalidConfigError,
+    TeacherError,
+)
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model
 from minilm_cache.models.locate import TeacherSource, locate_teacher
-from minilm_cache.models.teacher import Teacher, TeacherMemory, _round_weights
+from minilm_cache.models.tap import Head
+from minilm_cache.models.teacher import Teacher, TeacherMemory, _BytesLinear, _round_weights
 from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
@@ -72,26 +79,46 @@ def test_products_of_bytes_are_those_of_the_rounded_weights(world: World) -> Non
     torch.testing.assert_close(ours(values), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_int8_takes_a_byte_for_each_weight_of_a_product(
+@pytest.mark.parametrize("head", [None, "tokens", "sequences"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert", "llama"])
+def test_memory_in_int8_is_what_the_teacher_holds(tmp_path: Path, family: str, head: Head | None) -> None:
+    """The head for masked tokens is the table of embeddings, which is not held twice."""
+    if (family, head) == ("llama", "tokens"):
+        pytest.skip("decoders have no head for masked tokens")
+    folder = save_teacher(tmp_path / "teacher", family, head=head, num_labels=3)
+    teacher = Teacher(
+        locate_teacher(str(folder)), torch.device("cpu"), precision="int8", head=head, layers=()
+    )
+    weights = list(teacher.model.parameters())
+    eight = [part for part in teacher.model.modules() if isinstance(part, _BytesLinear)]
+    held = sum(weight.numel() * weight.element_size() for weight in weights)
+    held += sum(part.weight.numel() + 4 * part.scale.numel() for part in eight)
+    assert teacher.memory._replace(device=torch.device("cuda")).num_bytes == held
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    assert not any(isinstance(part, torch.nn.Linear) for part in teacher.model.base_model.modules())
+
+
+def test_a_teacher_that_does_not_fit_is_told_what_would(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, gpu = locate_teacher(str(world.teacher)), torch.device("cuda")
-    model = AutoModel.from_pretrained(world.teacher)
-    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
-    whole = sum(weight.numel() for weight in model.parameters())
     monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda _device: None)
     of = partial(TeacherMemory.of, source, gpu, head=None)
-    assert [of(precision=each).num_bytes for each in ("float32", "bfloat16", "int8")] == [
-        *(4 * whole, 2 * whole, 2 * whole - linear)
-    ]
-    for free, remedy in (
-        (2 * whole, "bfloat16"),
-        (2 * whole - 1, "int8"),
-        (2 * whole - linear - 1, "a smaller"),
-    ):
+    whole, half, eight = (of(precision=each).num_bytes for each in ("float32", "bfloat16", "int8"))
+    assert whole == 2 * half > 2 * eight
+    for free, remedy in ((half, "bfloat16"), (half - 1, "int8"), (eight - 1, "a smaller")):
         monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda _device, free=free: free)
         with pytest.raises(DeviceError, match=f"Take (`dump --precision )?{remedy}"):
             of(precision="float32")
+
+
+def test_8_bits_need_linear_layers(world: World) -> None:
+    """A table of words and hardly anything else."""
+    save_teacher(
+        world.teacher, hidden_size=4, num_attention_heads=1, intermediate_size=4, num_hidden_layers=1
+    )
+    with pytest.raises(TeacherError, match="few linear layers"):
+        world.dump(precision="int8", codec="dense")
 
 
 @pytest.mark.parametrize("states", ["minilm,tinybert", "minilm,bert-pkd"])

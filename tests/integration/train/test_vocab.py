@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler
 from tests.conftest import Command
-from tests.support import SPECIAL, WORDS, World, save_teacher
+from tests.support import SPECIAL, WORDS, World, save_teacher, write_corpus
 
 FEW = WORDS[:12]
 
@@ -81,16 +82,30 @@ def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None
 
 
 def test_students_go_on_with_the_pieces_that_they_have(few: World) -> None:
-    """What they learned is there when they begin again, and other pieces are refused."""
+    """What they learned is there when they begin again, on other text, too; other pieces are refused."""
     first = few.train("first", objective="embedding", vocab="9")
     words: dict[str, Any] = {"objective": "embedding", "init": str(first.path)}
-    second = few.train("second", vocab="9", **words)
-    (before,), (after,) = first.record.students, second.record.students
-    assert after.held_out_before == pytest.approx(before.held_out_after, abs=1e-6)
-    assert AutoModel.from_pretrained(second.student_path("1x32")).config.vocab_size == 9
-    for vocab in ("8", "cache", None):
-        with pytest.raises(InvalidConfigError, match="or give the --vocab"):
-            few.train(f"refused-{vocab}", vocab=vocab, **words)
+    folder = str(first.student_path("1x32"))
+    for name, vocab in (("second", "9"), ("third", folder)):
+        second = few.train(name, vocab=vocab, **words)
+        (before,), (after,) = first.record.students, second.record.students
+        assert after.held_out_before == pytest.approx(before.held_out_after, abs=1e-6)
+        assert AutoModel.from_pretrained(second.student_path("1x32")).config.vocab_size == 9
+    for refused in ("8", "cache", None):
+        with pytest.raises(InvalidConfigError, match=f"add --vocab {folder}"):
+            few.train(f"refused-{refused}", vocab=refused, **words)
+    write_corpus(few.corpus, 80, seed=1)
+    other = replace(few, root=few.root / "other")
+    other.dump(**{"for": "embedding"})
+    with pytest.raises(InvalidConfigError, match="add --vocab"):  # other pieces are the nine most frequent
+        other.train("refused", vocab="9", **words)
+    third = other.train("third", vocab=folder, **words)
+    assert tokenizer_pieces(third.student_path("1x32")) == tokenizer_pieces(Path(folder))
+
+
+def tokenizer_pieces(folder: Path) -> dict[str, int]:
+    pieces: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return pieces
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(few: World) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.record import load_record
+from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import SearchConfig
 from minilm_cache.workflows.search import SearchRecord, search
 from tests.conftest import Command
@@ -117,12 +119,48 @@ def test_vocabularies_are_tried_beside_each_other(cache: Path, tmp_path: Path, c
     assert "1x16 --vocab 9" in printed
 
 
+def test_numbers_of_pieces_that_mean_the_same_are_tried_once(
+    cache: Path, tmp_path: Path, command: Command
+) -> None:
+    """The cache has all pieces, and these are fewer than both numbers."""
+    words = ("--max-parameters", "10M", "--layers", "1", "--widths", "16,32", "--vocabularies")
+    for value, names in (("5k,9k", ["5000"]), ("cache,9000,all", [None])):
+        out = tmp_path / value
+        code, printed, err = command(
+            "search", cache, "--out", out, *SHAPES, *TRAINED, *words, value, "--json"
+        )
+        assert code == 0, err
+        assert "the same pieces as another" in err
+        result = json.loads(printed)
+        vocabularies = {each["vocab"] for each in result["candidates"]}
+        assert vocabularies == set(names)
+        assert any(each["is_tried"] for each in result["candidates"])
+
+
+def test_a_vocabulary_whose_students_diverge_ends_no_search(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(config: TrainConfig, *words: Any, **more: Any) -> TrainResult:
+        if config.vocab == "9":
+            raise DivergedError("every student diverged")
+        return train_students(config, *words, **more)
+
+    monkeypatch.setattr("minilm_cache.workflows.search.train_students", trained)
+    words = {"max_parameters": 10**7, "layers": "1", "widths": "16,32", "every": True, "pass_length": 8}
+    config = validated(SearchConfig, {**words, "feed_forward": "4", "vocabularies": "9,all"})
+    train = {"objective": "embedding", "steps": 9, "batch_size": 8, "device": "cpu"}
+    result = search(config, train, cache, out=tmp_path / "out", session=Session(tmp_path))
+    losses = result.record.rounds[0].losses
+    assert [name for name, loss in losses.items() if loss is None] == ["1x16 --vocab 9", "1x32 --vocab 9"]
+    assert result.winner.vocab is None
+
+
 def test_vocabularies_that_there_are_not(cache: Path, tmp_path: Path, command: Command) -> None:
     words = ("search", cache, "--out", tmp_path / "out", *SHAPES, *TRAINED, "--max-parameters", "10M")
     for value in ("5k,5000", "few", "9,", "-3"):
         says = "give different numbers of pieces"
         command.fails(*words, f"--vocabularies={value}", code=2, says=says)
-    command.fails(*words, "--vocab", "9", code=2, says="--vocabularies 9")
+    command.fails(*words, "--vocabularies", "3", code=2, says="--vocabularies 3")
     assert not (tmp_path / "out").exists()
 
 
@@ -202,7 +240,7 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, "--speedup", 1, "--embedding-widths", "x", code=2, says="--embedding-widths x")
     command.fails(*begin, "--speedup", 1, "--embedding-widths", 32, code=2, says="none is below")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
-    command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocabularies 40")
+    command.fails(*begin, "--speedup", 1, "--vocab", 40, code=2, says="--vocabularies 5k,all")
     other = save_teacher(tmp_path / "other", seed=3)
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"ba"', '"baba"'))
