@@ -192,6 +192,30 @@ def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
         raise InvalidConfigError(f"{option} {value}: {message}.") from error
 
 
+_WANTED: Final = {
+    "greater_than_equal": "give at least {ge}",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give at most {le}",
+    "less_than": "give less than {lt}",
+    "finite_number": "give a finite number",
+    "int_type": "give a whole number",
+    "int_parsing": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_type": "give a number",
+    "float_parsing": "give a number",
+    "bool_type": "give true or false",
+    "bool_parsing": "give true or false",
+    "string_type": "give a text",
+    "string_too_short": "too short: characters have to be {min_length} at least",
+    "string_too_long": "too long: characters may be {max_length} at most",
+    "literal_error": "give {expected}",
+    "tuple_type": "give a list",
+    "too_short": "give at least {min_length}",
+    "dict_type": "give a mapping of names to settings",
+}
+"""What to give instead, by the type of pydantic's error."""
+
+
 def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[ErrorDetails, str]:
     """Return the mistake to show of several, and what is wrong.
 
@@ -200,9 +224,11 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     problems = error.errors(include_url=False)
     unknown = next((problem for problem in problems if problem["type"] == "extra_forbidden"), None)
     if unknown is None:
+        words = _WANTED.get(problems[0]["type"])
+        if words is not None:
+            return problems[0], words.format(**problems[0].get("ctx", {}))
         message = problems[0]["msg"].removeprefix("Value error, ")
-        message = message.removesuffix(".")  # whoever shows it ends the sentence
-        return problems[0], message.replace("a valid dictionary", "a mapping of names to settings")
+        return problems[0], message.removesuffix(".")  # whoever shows it ends the sentence
     return unknown, "there is no such setting" + did_you_mean(str(unknown["loc"][-1]), model.model_fields)
 
 

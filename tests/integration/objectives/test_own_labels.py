@@ -148,7 +148,7 @@ def test_labels_of_other_texts_are_refused(world: World, command: Command) -> No
     write(other, [0] * 39 + ["often"])
     command.fails(*answers, code=2, says=("label 'often' is none of the teacher's classes", "--label-column"))
     command.fails(*answers, "--label-column", "grade", code=1, says=("no column 'grade'", "--label-column"))
-    command.fails(*answers, "--label-weight", 0, code=2, says="greater than 0")
+    command.fails(*answers, "--label-weight", 0, code=2, says="give more than 0")
     command.fails(*answers, "--temperature", 2, code=2, says="not with labels")
     command.fails(*words, "--own-labels", other, code=2, says="goes with --objective")
     command.fails(*words, *ANSWERS, "--label-weight", 0.3, code=2, says="go with --own-labels")

@@ -500,7 +500,7 @@ def test_equal_objectives_are_refused_however_they_are_written(world: World, com
     path = document(world, objective=" [minilm, 3]")
     command.fails("study", path, code=2, says="objective.1: give the name of an objective")
     path = document(world, objective=" [{objective: tinybert, form: ''}]")
-    command.fails("study", path, code=2, says="objective.0.form: input should be")
+    command.fails("study", path, code=2, says="objective.0.form: give")
 
 
 def test_what_students_begin_with_is_an_axis(world: World) -> None:

@@ -127,8 +127,8 @@ def test_only_what_was_given_reaches_the_command() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"name": "x", "size": 0}, "--size 0: input should be greater than or equal to 1"),
-        ({"name": "x", "way": "left"}, "--way left: input should be 'up' or 'down'"),
+        ({"name": "x", "size": 0}, "--size 0: give at least 1"),
+        ({"name": "x", "way": "left"}, "--way left: give 'up' or 'down'"),
         ({"name": "x", "steep": 3}, "--steep 3: there is no such setting (did you mean step?)"),
     ],
 )
@@ -156,7 +156,7 @@ def test_settings_that_objectives_need_survive_a_change() -> None:
 
 
 def test_an_empty_corpus_is_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="--corpus : string should have at least 1 character"):
+    with pytest.raises(InvalidConfigError, match="--corpus : too short"):
         validated(DumpConfig, {"teacher": "mini", "corpus": ""})
 
 
