@@ -337,21 +337,29 @@ def task_stages() -> str:
     """Return dev scores of teachers, of students that are fine-tuned alone, and of task stages.
 
     Where there are several seeds, scores are means with sample deviations; the students of a task stage have
-    one teacher.
+    one teacher, whose score is shown.
     """
-    tasks = read("task_stage")["tasks"]
-    names = ("teacher, as it is", *(f"{arch}, {way}" for arch in ("3x384", "3x192") for way in _WAYS))
     rows = []
-    for task, found in tasks.items():
-        metric = next(iter(found["scores"][names[0]]))
+    for task, found in read("task_stage")["tasks"].items():
+        scores = found["scores"]
+        metric = next(iter(scores[_TEACHER]))
         labelled = f"{min(found['labelled'], found['texts']):,} of {found['texts']:,}"
-        rows.append(
-            [f"{task}, {metric}", labelled, *(_score(found["scores"].get(name), metric) for name in names)]
-        )
-    return table_of(["task", "labelled examples", "teacher", *(f"`{name}`" for name in names[1:])], rows)
+        for arch in ("3x384", "3x192"):
+            reached = (_score(scores.get(f"{arch}, {way}"), metric) for way in _WAYS)
+            rows.append(
+                [f"{task}, {metric}", labelled, _score(scores[_TEACHER], metric), f"`{arch}`", *reached]
+            )
+    return table_of(["task", "labelled examples", "teacher", "student", *_WAYS.values()], rows)
 
 
-_WAYS: Final = ("fine-tuned alone", "task stage", "task stage with labels")
+_TEACHER: Final = "teacher, as it is"
+_WAYS: Final = {
+    "fine-tuned alone": "fine-tuned alone",
+    "relations, then fine-tuned": "after relations",
+    "vectors, then fine-tuned": "after vectors",
+    "task stage": "task stage",
+    "task stage with labels": "with labels, too",
+}
 
 
 def _score(scores: Mapping[str, float] | None, metric: str) -> str:
