@@ -446,7 +446,7 @@ class TeacherMemory(NamedTuple):
         """Count a teacher's weights, none of which is read, and look at a device.
 
         Raises:
-            TeacherError: the folder describes no model, or one that 8 bits would make hardly smaller.
+            TeacherError: the folder describes no model, or one that 8 bits would not make smaller.
             DeviceError: the weights take more memory than is free.
         """
         config = read_config(source.folder)
@@ -455,10 +455,10 @@ class TeacherMemory(NamedTuple):
         count = sum(weight.numel() for weight in model.parameters())
         rows = [(part.out_features, part.in_features) for _, _, part in _linear_layers(model)]
         saved = sum(num_rows * (num_columns - _LOADED_BYTES) for num_rows, num_columns in rows)
-        if precision == "int8" and saved < 0.1 * count:
+        if precision == "int8" and saved <= 0:
             raise TeacherError(
-                f"--precision int8: teacher {source.name} has few linear layers, and only these are held in "
-                "8 bits. Take bfloat16."
+                f"--precision int8: teacher {source.name} has no linear layers that 8 bits would make smaller. "
+                "Take bfloat16."
             )
         found = cls(count, saved, precision, device, free_bytes(device))
         if found.free is not None and found.num_bytes > found.free:

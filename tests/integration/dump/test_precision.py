@@ -117,7 +117,7 @@ def test_8_bits_need_linear_layers(world: World) -> None:
     save_teacher(
         world.teacher, hidden_size=4, num_attention_heads=1, intermediate_size=4, num_hidden_layers=1
     )
-    with pytest.raises(TeacherError, match="few linear layers"):
+    with pytest.raises(TeacherError, match="no linear layers"):
         world.dump(precision="int8", codec="dense")
 
 
