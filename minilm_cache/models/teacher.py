@@ -457,8 +457,8 @@ class TeacherMemory(NamedTuple):
         saved = sum(num_rows * (num_columns - _LOADED_BYTES) for num_rows, num_columns in rows)
         if precision == "int8" and saved <= 0:
             raise TeacherError(
-                f"--precision int8: teacher {source.name} has no linear layers that 8 bits would make smaller. "
-                "Take bfloat16."
+                f"--precision int8: teacher {source.name} has no linear layers that 8 bits would make "
+                "smaller. Take bfloat16."
             )
         found = cls(count, saved, precision, device, free_bytes(device))
         if found.free is not None and found.num_bytes > found.free:
