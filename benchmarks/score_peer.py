@@ -9,7 +9,6 @@ order; precision, rate, schedule and optimizer are the same, too. Both are score
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -69,14 +68,14 @@ def main() -> None:
     config = validated(TrainConfig, recipe)
     begun = validated(TrainConfig, {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"})
     first = train_students(begun, given.stage / "cache", out=given.home / "begun", session=session)
-    started = time.perf_counter()
     ours = train_students(config, given.stage / "cache", out=given.home / "ours", session=session)
-    seconds = {"minilm-cache": time.perf_counter() - started}
-    pairs = list(_pairs_in_order(cache, config, given.stage / "texts.jsonl"))
-    folder, seconds["sentence-transformers"] = _train_peer(first.student_path(ARCH), pairs, given.home)
+    peer = given.home / "peer"
+    if not peer.exists():
+        pairs = list(_pairs_in_order(cache, config, given.stage / "texts.jsonl"))
+        _train_peer(first.student_path(ARCH), pairs, peer)
     scored = evaluate_models(
         validated(EvaluateConfig, {"task": ("stsb",), "data": str(given.data), "as_is": True}),
-        [str(ours.student_path(ARCH)), str(folder)],
+        [str(ours.student_path(ARCH)), str(peer)],
         out=given.home / "scored",
         session=session,
     )
@@ -84,9 +83,8 @@ def main() -> None:
         name: {
             "pearson": round(summary.scores["dev"]["pearson"].mean, 2),
             "spearman": round(summary.scores["dev"]["spearman"].mean, 2),
-            "seconds_a_step": round(seconds[name] / config.steps, 3) if config.steps else None,
         }
-        for name, summary in zip(seconds, scored.summaries, strict=True)
+        for name, summary in zip(("minilm-cache", "sentence-transformers"), scored.summaries, strict=True)
     }
     write_result("score_peer", {"recipe": {**RECIPE, "arch": ARCH}, "trained_by": rows, "cpu": cpu()})
 
@@ -113,12 +111,12 @@ def _in_order(dataset: Any, batch_size: int, drop_last: bool, **_more: object) -
     return DefaultBatchSampler(rows, batch_size, drop_last)
 
 
-def _train_peer(begun: Path, pairs: list[tuple[str, str, float]], home: Path) -> tuple[Path, float]:
-    """Return the folder of sentence-transformers' student, and the seconds of its training."""
+def _train_peer(begun: Path, pairs: list[tuple[str, str, float]], folder: Path) -> None:
+    """Train sentence-transformers' student, and write it as transformers' own model."""
     model = CrossEncoder(str(begun), device="cpu", max_length=MAX_LENGTH, config_kwargs=_NO_DROPOUT)
     columns = dict(zip(("first", "second", "label"), map(list, zip(*pairs, strict=True)), strict=True))
     arguments = CrossEncoderTrainingArguments(
-        output_dir=str(home / "peer-tuning"),
+        output_dir=f"{folder}-tuning",
         max_steps=RECIPE["steps"],
         per_device_train_batch_size=RECIPE["batch_size"],
         learning_rate=RECIPE["lr"],
@@ -133,12 +131,9 @@ def _train_peer(begun: Path, pairs: list[tuple[str, str, float]], home: Path) ->
     )
     loss = MSELoss(model, activation_fn=torch.nn.Identity())
     trainer = CrossEncoderTrainer(model, arguments, Dataset.from_dict(columns), loss=loss)
-    started = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - started
-    folder = home / "peer"
-    model.save_pretrained(str(folder))
-    return folder, seconds
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
