@@ -35,7 +35,7 @@ from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET
+from minilm_cache.objectives.config import COMPARING
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -212,7 +212,7 @@ def _print(result: "DumpResult", config: DumpConfig) -> None:
 
 def _served(manifest: CacheManifest, config: DumpConfig) -> str | None:
     """Return the option of an objective that a cache surely serves. None means that no one is sure."""
-    compared = next((name for name in config.serve if name in (LISTWISE, MARGIN_MSE, RANKNET)), None)
+    compared = next((name for name in config.serve if name in COMPARING), None)
     if compared is not None:
         return f" --objective {compared}"
     states = manifest.identity.states

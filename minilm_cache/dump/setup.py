@@ -22,7 +22,7 @@ from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET
+from minilm_cache.objectives.config import COMPARING
 from minilm_cache.session import Session
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
@@ -253,7 +253,7 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
 
 def _refuse_lone_documents(config: DumpConfig, corpus: Corpus) -> None:
     """Raise CorpusError if documents of a query are to be compared, and no query has two."""
-    compared = next((name for name in config.serve if name in (MARGIN_MSE, LISTWISE, RANKNET)), None)
+    compared = next((name for name in config.serve if name in COMPARING), None)
     if compared is None or not corpus.identity.groups:
         return
     if corpus.num_queries() == corpus.identity.num_documents:

@@ -379,6 +379,8 @@ def check_pooled(config: ObjectiveConfig, stored: StatesIdentity | None) -> None
 
 SCORE, MARGIN_MSE, LISTWISE, RANKNET = "score", "margin-mse", "listwise", "ranknet"
 """Objectives of the scores that a teacher gives to pairs of texts."""
+COMPARING: Final = (MARGIN_MSE, LISTWISE, RANKNET)
+"""Those of them that compare the documents of a query."""
 
 
 def is_bi_encoder(config: ObjectiveConfig) -> bool:
@@ -389,9 +391,9 @@ def is_bi_encoder(config: ObjectiveConfig) -> bool:
 def check_scores(config: ObjectiveConfig, identity: CacheIdentity) -> None:
     """Raise InvalidConfigError if a cache has not the pairs or groups that an objective of scores needs."""
     name, states = config.objective, identity.states
-    if name not in (SCORE, MARGIN_MSE, LISTWISE, RANKNET):
+    if name not in (SCORE, *COMPARING):
         return
-    is_bi, is_grouped = is_bi_encoder(config), name != SCORE
+    is_bi, is_grouped = is_bi_encoder(config), name in COMPARING
     if identity.packing.pair is None and (is_bi or is_grouped):
         raise InvalidConfigError(
             f"--objective {name} needs scores of pairs of texts, and this cache holds single texts. Dump one "

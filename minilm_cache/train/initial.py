@@ -54,6 +54,8 @@ class InitialWeights(ABC):
     """What identifies them: `random`, or the kind and a hash of their source."""
     in_words: str
     """What the student begins with, for people."""
+    is_trimmed: bool = False
+    """Whether the source has the pieces of `--vocab` already, and no others."""
 
     @property
     def takes_time(self) -> bool:
@@ -67,11 +69,6 @@ class InitialWeights(ABC):
         None means that students are of the teacher's family.
         """
         return None
-
-    @property
-    def is_trimmed(self) -> bool:
-        """Whether the source has the pieces of `--vocab` already, and no others."""
-        return False
 
     def adapt(self, config: PreTrainedConfig) -> None:  # noqa: B027 - most need no other configuration
         """Change the student's configuration where these weights need it."""
@@ -100,13 +97,6 @@ class FolderWeights(InitialWeights):
 
     arch: str
     folder: Path
-    has_pieces: bool = False
-    """Whether the model has the pieces of `--vocab`, and not all of the teacher's."""
-
-    @property
-    def is_trimmed(self) -> bool:
-        """Whether the source has the pieces of `--vocab` already, and no others."""
-        return self.has_pieces
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the model's layers have."""
@@ -325,7 +315,7 @@ def initial_weights(
                 in_words=f"the weights in {folder.name}",
                 arch=arch,
                 folder=path,
-                has_pieces=trimmed[arch],
+                is_trimmed=trimmed[arch],
             )
             for arch, path in folders.items()
         },
