@@ -121,11 +121,13 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
         for planned, state in (*preview.assistants, *preview.passes)
     ]
     passes_in_words = "1 pass trains" if len(rows) == 1 else f"{len(rows)} passes train"
-    assistants = f" and {counted(len(preview.assistants), 'assistant')}" if preview.assistants else ""
-    title = f"{passes_in_words} {counted(preview.num_students, 'student')}{assistants}"
+    trained = [counted(preview.num_students, "student")]
+    if preview.assistants:
+        trained.append(counted(len(preview.assistants), "assistant"))
+    title = f"{passes_in_words} {' and '.join(trained)}"
     print_table(title, ["pass", "students", "objective", "state"], rows)
     if study.evaluation is not None:
         tasks = ", ".join(Path(task).name for task in study.evaluation.task)
-        models = f"the teacher and {counted(preview.num_students, 'student')}"
+        models = " and ".join([", ".join(["the teacher", *trained[1:]]), trained[0]])
         each = ", for each language that one trains on" if "xnli-translate-train" in tasks else ""
         print_pairs({"then": f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}{each}"})

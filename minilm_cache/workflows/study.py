@@ -111,6 +111,7 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
     """Return the dumps of a study, its passes, the passes of `mlm-kd` after them, and the comparison."""
     jobs: list[Job] = []
     numbers: dict[str, int] = {}
+    trained: dict[str, int] = {}
     for name, cache in study.caches.items():
         if isinstance(cache, DumpConfig):
             after = (next(iter(numbers.values())),) if numbers else ()
@@ -121,20 +122,21 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
         place = _place(study, folder, assistant.teacher)
         training = assistant.training
         call = partial(_train, training.config, place, out=folder / "runs" / training.name)
+        trained[training.name] = len(jobs)
         jobs.append(Job(name=f"assistant {training.name}", call=call, after=(numbers[assistant.teacher],)))
         numbers[name] = len(jobs)
         call = partial(_dump_assistant, study, assistant, folder=folder)
         jobs.append(Job(name=f"cache {name}", call=call, after=(len(jobs) - 1,)))
-    learned: list[int] = []
     for planned in study.passes:
         place = _place(study, folder, planned.cache)
-        learned.append(len(jobs))
+        trained[planned.name] = len(jobs)
         call = partial(_train, planned.config, place, out=folder / "runs" / planned.name)
         after = (numbers[planned.cache],) if planned.cache in numbers else ()
         jobs.append(Job(name=f"pass {planned.name}", call=call, after=after))
+    learned = [trained[planned.name] for planned in study.compared]
     masked: list[int] = []
     if study.agreement_steps is not None and study.teacher is not None:
-        for number, planned in zip(learned, study.passes, strict=True):
+        for number, planned in zip(learned, study.compared, strict=True):
             masked.append(len(jobs))
             call = partial(_train_masked, study, planned, folder=folder)
             jobs.append(Job(name=_agreement_of(planned), call=call, after=(number,)))
@@ -187,11 +189,11 @@ def _dump_assistant(
 
 
 def _evaluate(study: Study, folder: Path, *have_learned: bool, session: Session) -> Evaluation:
-    """Fine-tune and score the teacher and all students that have learned."""
+    """Fine-tune and score the teacher, and the assistants and students that have learned."""
     assert study.evaluation is not None
     assert study.teacher is not None
     name, revision = study.teacher
-    passes = zip(study.passes, have_learned, strict=True)
+    passes = zip(study.compared, have_learned, strict=True)
     runs = [str(folder / "runs" / planned.name) for planned, has_learned in passes if has_learned]
     teacher = str(locate_teacher(name, revision).folder) if revision is not None else name
     return evaluate_models(study.evaluation, [teacher, *runs], out=folder / EVALUATIONS, session=session)
@@ -239,8 +241,8 @@ def _compare(
     Args:
         study: the study.
         folder: folder of the study.
-        results: the evaluation, if the study asks for one; whether each pass has a student that did not
-            diverge; then the same of the passes of `mlm-kd` after them.
+        results: the evaluation, if the study asks for one; whether each training that is compared has a
+            student that did not diverge; then the same of the passes of `mlm-kd` after them.
         session: its home is the folder for local copies of caches at URLs. Its progress shows what is
             measured. Its `should_stop` is not called, since what is measured takes seconds.
 
@@ -256,7 +258,7 @@ def _compare(
     teacher = _teacher(study)
     masked = {
         planned.name: _masked_folder(study, folder, planned)
-        for planned, has_learned in zip(study.passes, have_learned[len(study.passes) :], strict=False)
+        for planned, has_learned in zip(study.compared, have_learned[len(study.compared) :], strict=False)
         if has_learned
     }
     scores = {} if evaluation is None else _scores_of(evaluation.summaries)
@@ -292,7 +294,7 @@ def _compare(
 
 def _diverged(study: Study, have_learned: Sequence[bool]) -> tuple[str, ...]:
     """Return the names of passes without a student that learned."""
-    names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
+    names = [*(planned.name for planned in study.compared), *map(_agreement_of, study.compared)]
     return tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
 
 
@@ -319,7 +321,7 @@ def _opened(
             reference=_reference(study, folder, planned.cache),
             reference_layer=planned.config.teacher_layer,
         )
-        for planned, has_learned in zip(study.passes, have_learned, strict=False)
+        for planned, has_learned in zip(study.compared, have_learned, strict=False)
         if has_learned
     ]
     return with_short_names(runs)

@@ -59,7 +59,7 @@ class Preview:
     passes: list[tuple[Pass, str]]
     """Passes of students, and their states."""
     num_trials: int
-    """Fine-tunings of the teacher and of the students; of tasks that train on each language, those of one."""
+    """Fine-tunings of all models that are scored; of tasks that train on each language, those of one."""
 
     @property
     def num_students(self) -> int:
@@ -101,6 +101,6 @@ def _num_trials(study: Study) -> int:
     config = study.evaluation
     if config is None:
         return 0
-    models = 1 + sum(len(planned.config.arch) for planned in study.passes)
+    models = 1 + sum(len(planned.config.arch) for planned in study.compared)
     settings = sum(len(config.settings(task_like(name, config))) for name in config.task)
     return models * config.seeds * settings

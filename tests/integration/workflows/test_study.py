@@ -268,7 +268,7 @@ def check_results(world: World, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
-    """Assistants between, scores of teacher and students, and one closeness to one teacher for all."""
+    """Assistants in between, scores of all models, and one closeness to one teacher for all."""
     data = write_sst2(world.root / "glue" / "SST-2", num_train=16, num_dev=8)
     changes = {
         "caches": "\n  one: {codec: vectors, max_kl: 0.05}",
@@ -280,8 +280,11 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     code, out, err = command("study", path, "--dry-run", "--json")
     assert code == 0, err
     (via,) = json.loads(out)["caches"].keys() - {"one"}
-    assert json.loads(out)["fine_tunings"] == (1 + 4) * 2
-    assert "10 fine-tunings of the teacher and 4 students on sst2" in command("study", path, "--dry-run")[1]
+    assert json.loads(out)["fine_tunings"] == (1 + 1 + 4) * 2
+    assert (
+        "12 fine-tunings of the teacher, 1 assistant and 4 students on sst2"
+        in command("study", path, "--dry-run")[1]
+    )
     assert via.startswith("one-via-2x32-")
 
     code, out, err = command("study", path, "--json")
@@ -289,6 +292,7 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     printed = json.loads(out)
     rows = printed["students"]
     assert [(row["cache"], row["arch"]) for row in rows] == [
+        ("one", "2x32"),
         ("one", "1x16"),
         ("one", "1x32"),
         ("one-via-2x32", "1x16"),
@@ -322,9 +326,7 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     first = {
         one["model"]: one["scores"] for one in printed["scores"]["summaries"] if one["model"] != "teacher"
     }
-    (assistant,) = scored.keys() - first.keys()
-    assert assistant.endswith("/2x32")
-    assert {model: scored[model] for model in first} == first
+    assert scored == first
 
 
 @pytest.mark.parametrize(
@@ -521,6 +523,14 @@ def test_what_students_begin_with_is_an_axis(world: World) -> None:
     result = run_study(study, world.root / "study", session=Session(world.home))
     assert result.summary["init"].to_pylist() == ["random", "slice", "teacher-layers"]
     assert "teacher-layers" in result.report.read_text()
+
+
+@pytest.mark.parametrize(("assistants", "compared"), [("2x32", ["2x32", "1x16"]), ("1x16", ["1x16"])])
+def test_an_assistant_is_compared_once(world: World, assistants: str, compared: list[str]) -> None:
+    changes = {"caches": "\n  one: {codec: vectors}", "seed": " [0]", "arch": " [1x16]"}
+    study = read_study(document(world, assistants=f" [{assistants}]", **changes))
+    trained = [planned for planned in study.compared if planned.cache == "one"]
+    assert [arch for planned in trained for arch in planned.config.arch] == compared
 
 
 def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_path: Path) -> None:
