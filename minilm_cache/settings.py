@@ -307,15 +307,23 @@ class Asked(NamedTuple):
     are kept."""
 
 
+def number_of_pieces(value: str) -> int | None:
+    """Return the number that a text like 8000 or 8k stands for. None means that it is none above 0."""
+    with suppress(ValueError):
+        number = whole_number(value)
+        return number if number > 0 else None
+    return None
+
+
 def asked_vocabulary(value: str) -> Asked:
     """Return what a value of `--vocab` asks for: a number like 8000 or 8k, a file, or another word.
 
     Raises:
         InvalidConfigError: there is no such file, or no such folder of a model.
     """
-    number = re.fullmatch(r"(\d+)(k?)", value)
+    number = number_of_pieces(value)
     if number is not None:
-        return Asked(int(number[1]) * (1000 if number[2] else 1), None)
+        return Asked(number, None)
     if value in (OF_TEXTS, OF_CACHE):
         return Asked(None, None)
     file = Path(value)

@@ -1,6 +1,5 @@
 """Settings of workflows that run several dumps and trainings."""
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,6 +18,7 @@ from minilm_cache.settings import (
     FrozenSettings,
     ModelSettings,
     RevisionSettings,
+    number_of_pieces,
     validated,
 )
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
@@ -265,19 +265,13 @@ def vocabularies_of(config: SearchConfig) -> list[str | None]:
     if config.vocabularies is None:
         return [None]
     names = [part.strip() for part in config.vocabularies.split(",")]
-    numbers = [part if part in (ALL_PIECES, OF_CACHE) else _number_of_pieces(part) for part in names]
+    numbers = [part if part in (ALL_PIECES, OF_CACHE) else number_of_pieces(part) for part in names]
     if None in numbers or len(set(numbers)) < len(numbers):
         raise InvalidConfigError(
             f"--vocabularies {config.vocabularies}: give different numbers of pieces like 5k, {OF_CACHE} or "
             f"{ALL_PIECES}, with commas between them."
         )
-    return [None if part == ALL_PIECES else part for part in numbers]
-
-
-def _number_of_pieces(text: str) -> str | None:
-    """Return a number like 8k as digits. None means that it is none."""
-    found = re.fullmatch(r"([0-9]{1,7})(k?)", text)
-    return None if found is None else str(int(found[1]) * (1000 if found[2] else 1))
+    return [None if part == ALL_PIECES else str(part) for part in numbers]
 
 
 def refuse_of_one_shape(config: TrainConfig) -> None:
