@@ -8,7 +8,9 @@ stand students that are fine-tuned alone on the same examples, from a slice of `
 they learned `mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the
 same texts. Of QNLI the dev set is split in two: the teacher and students learn from the first half, and are
 scored on the second one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a
-third kind of students learns these with the answers, half and half. With `--seeds` means and sample
+third kind of students learns these with the answers, half and half. With `--augment`, a model with a head
+for masked tokens (`minilm-cache head`), further students learn the answers to augmented copies of the texts,
+too, in as many steps. With `--seeds` means and sample
 deviations over seeds are written; the students of the task stage then have one teacher, the one that was
 fine-tuned with seed 0.
 """
@@ -48,6 +50,8 @@ LABELLED: Final = {
 ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli", "stsb-all")
 """Tasks all of whose texts have labels here."""
 LABEL_WEIGHT: Final = 0.5
+COPIES: Final = 10
+"""Augmented copies of each text."""
 BEFORE: Final = {"relations": "minilm", "vectors": "embedding"}
 """What students learn of `mini` before they are fine-tuned."""
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
@@ -73,6 +77,8 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("task-stages"))
     parser.add_argument("--task", action="append", help="all of them without it")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--augment", help="model that augments texts; without it, no student learns copies")
+    parser.add_argument("--copies", type=int, default=COPIES)
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
     for label in given.task or LABELLED:
@@ -82,18 +88,21 @@ def main() -> None:
         config = validated(EvaluateConfig, {**tuning, "seeds": given.seeds})
         tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
         train = {**RECIPES[label], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
-        ways = {"task stage": train}
+        stages: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"task stage": ({}, train)}
         if label in ALL_LABELLED:
-            ways["task stage with labels"] = {**train, "label_weight": LABEL_WEIGHT}
+            stages["task stage with labels"] = {}, {**train, "label_weight": LABEL_WEIGHT}
+        if given.augment is not None:
+            copies = {"augment": given.augment, "copies": given.copies}
+            stages["task stage with copies"] = copies, train
         scores = dict(
             zip(["teacher", *(f"{arch}, fine-tuned alone" for arch in ARCHS)], _scores(tuned), strict=True)
         )
-        for way, settings in ways.items():
+        for way, (more, settings) in stages.items():
             of_seeds = []
             name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
             for seed in range(given.seeds):
                 stage = run_task_stage(
-                    validated(TaskStageConfig, {"task": task, "data": data}),
+                    validated(TaskStageConfig, {"task": task, "data": data, **more}),
                     dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
                     train={**settings, "seed": seed},
                     out=_folder(home / name, seed),
