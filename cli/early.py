@@ -67,7 +67,7 @@ from minilm_cache.train.config import (
     check_parts,
     refuse_no_beginning,
 )
-from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
+from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, rounds_of, runs_of
 from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import GenerateConfig
@@ -542,7 +542,7 @@ def _refuse_undivided_of(study: "Study", configs: Iterable[TrainConfig], heads: 
 
 
 def refuse_no_runs(folders: Iterable[Path]) -> None:
-    """Raise the error of the first folder that holds neither a run nor a chain or a study."""
+    """Raise the error of the first folder that holds neither a run nor a chain, a study or a search."""
     for folder in folders:
-        if not is_run(folder) and not runs_of(folder):
+        if not is_run(folder) and not runs_of(folder) and not rounds_of(folder):
             load_record(folder.resolve())

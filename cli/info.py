@@ -170,7 +170,9 @@ def _relations(manifest: CacheManifest) -> str:
 def report(
     given: Given,
     *,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, chains or studies.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, chains, studies or searches.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of the page.")] = Path("report.html"),
     json: JsonOption = False,
 ) -> None:

@@ -21,7 +21,8 @@ from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape
 
 if TYPE_CHECKING:
-    from minilm_cache.workflows.search import Candidate, SearchResult
+    from minilm_cache.report.front import Candidate
+    from minilm_cache.workflows.search import SearchResult
 
 
 @options(
@@ -73,7 +74,8 @@ def search(
     if json:
         record = result.record.model_dump(mode="json")
         student = {"student": str(result.student), "latency_ms": result.latency_ms}
-        print_json({"search": str(out), "winner": result.winner.name, **student, **record})
+        files = {"search": str(out), "report": str(result.report)}
+        print_json({**files, "winner": result.winner.name, **student, **record})
         return
     _print(result, config)
 
@@ -82,20 +84,16 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
     record = result.record
     rounds = [f"loss after {each.steps:,} steps" for each in record.rounds]
     print_table(
-        f"Shapes, a pass of {config.pass_texts} x {record.pass_length} tokens in {config.runtime}; the "
-        f"teacher takes {record.teacher_latency_ms:.2f} ms in torch",
-        ["shape", "weights", "bytes", "ms", "speed", "within the budget", *rounds],
+        f"Shapes, {record.timed}; the teacher takes {record.teacher_latency_ms:.2f} ms in torch",
+        ["shape", "weights", "bytes", "ms", "speed", *rounds, "outcome"],
         [_row(each, result) for each in record.candidates],
-    )
-    runs = " ".join(
-        quote(str(result.path / each)) for part in record.rounds for each in (part.run, *part.more_runs)
     )
     form = {"torch": "--onnx"}.get(config.runtime, f"--{config.runtime.replace('-', ' --')}")
     print_pairs(
         {
             "best": f"{result.winner.name}, {result.latency_ms:.2f} ms when measured anew",
             "student": result.student,
-            "page": f"minilm-cache report {runs} --out {quote(str(result.path / 'search.html'))}",
+            "report": result.report,
             "next": f"minilm-cache export-model {quote(str(result.student))} {form} "
             f"--out {quote(str(result.path / 'exported'))}",
         }
@@ -105,12 +103,9 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:
     record = result.record
     losses = [part.losses.get(each.name) for part in record.rounds]
-    fits = "no"
-    if each.fits:
-        fits = "yes" if each.is_tried else "yes, but a larger one fits"
     return [
         *(each.name, f"{each.num_parameters:,}", decimal(each.num_bytes), f"{each.latency_ms:.2f}"),
         f"{record.teacher_latency_ms / each.latency_ms:.1f}x",
-        fits,
         *("-" if loss is None else number_text(loss) for loss in losses),
+        record.outcome(each),
     ]

@@ -21,6 +21,7 @@ from minilm_cache.models.student import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.config import TEXT_NEEDS_TEACHER, ReportConfig, refuse_no_page
+from minilm_cache.report.front import SearchRecord, front_figure, read_search
 from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
     agreement_figure,
@@ -93,6 +94,7 @@ def write_report(
     remarks: Sequence[str] = (),
     paths: bool = False,
     teachers_scores: Mapping[str, float] | None = None,
+    searches: Sequence[SearchRecord] = (),
 ) -> Report:
     """Write a page about runs.
 
@@ -108,6 +110,7 @@ def write_report(
         paths: True shows whole paths, which reveal a machine and its user; False shows only names of folders.
         teachers_scores: scores of the teacher by metric, as the table has them of students. None means that
             it was not scored.
+        searches: records of the searches that the runs are rounds of.
 
     Raises:
         InvalidConfigError: a text or a held-out sequence cannot be shown.
@@ -118,8 +121,7 @@ def write_report(
     cache = runs[0].reference
     if teacher is not None:
         check_is_teacher_of(teacher, cache)
-    if map_texts is None:
-        map_texts = MapTexts(sequences=(0,) if cache.manifest.num_held_out else ())
+    map_texts = map_texts or MapTexts(sequences=(0,) if cache.manifest.num_held_out else ())
     shown = _shown_students(runs)
     compared = _compare(runs, shown, teacher=teacher, map_texts=map_texts)
     page = _render(
@@ -130,7 +132,7 @@ def write_report(
             "teacher": cache.manifest.labels.teacher,
             "is_live": teacher is not None,
             **_student_values(runs, students, teachers_scores or {}),
-            **_figure_values(runs, students),
+            **_figure_values(runs, students, searches),
             **_comparison_values(runs, shown, compared),
             "provenance": [(printable(run.path.name), provenance(run, paths=paths)) for run in runs],
         }
@@ -213,13 +215,16 @@ def _teachers_row(
     return {**asdict(size), **{name: scores.get(name.removeprefix(SCORE)) for name in columns}}
 
 
-def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:
-    """Return the figures about all students: curves, trade-off and storage."""
+def _figure_values(
+    runs: Sequence[TrainedRun], students: pa.Table, searches: Sequence[SearchRecord]
+) -> dict[str, Any]:
+    """Return the figures about all students: searches, curves, trade-off and storage."""
     identity = runs[0].reference.manifest.identity
     num_relations = 2  # attention distribution and value relation
     dense_bytes = identity.relation_heads * identity.packing.max_length * _FLOAT16_BYTES * num_relations
     has_kls = students["kl_sum"].null_count < len(students)
     return {
+        "searches": [(record, front_figure(record).spec) for record in searches],
         "curves": curves_figure(runs).spec,
         "tradeoff": tradeoff_figure(students).spec if len(students) > 1 else None,
         "learned_maps": any(run.record.identity.spec.is_relational for run in runs),
@@ -317,7 +322,7 @@ def report_runs(
     """Write one self-contained page about runs.
 
     Args:
-        folders: folders of runs, chains or studies.
+        folders: folders of runs, chains, studies or searches.
         config: what the page shows.
         out: file of the page.
         session: its home is the folder for local copies of caches at URLs. Its progress shows what is being
@@ -341,6 +346,13 @@ def report_runs(
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     students = students_table(runs, teacher, device=config.device)
     report = write_report(
-        out, runs, students, teacher=teacher, map_texts=map_texts, title=config.title, paths=config.paths
+        out,
+        runs,
+        students,
+        teacher=teacher,
+        map_texts=map_texts,
+        title=config.title,
+        paths=config.paths,
+        searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
     return ReportResult(report=report, students=students)

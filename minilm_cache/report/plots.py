@@ -123,11 +123,11 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Picture:
     all_kls = all(run.record.identity.spec.is_relational for run in runs)
     title = "loss (nats)" if all_kls else "loss"
     clicked = alt.selection_point(fields=["student"], bind="legend")
-    base = alt.Chart(_data(rows)).encode(
+    base = alt.Chart(inline_data(rows)).encode(
         x=alt.X("step:Q").axis(tickMinStep=1),
-        color=_colour(rows, "student"),
+        color=colour_of(rows, "student"),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
-        tooltip=_tooltip(rows),
+        tooltip=shown_of_mark(rows),
     )
     trained = base.encode(y=alt.Y("training:Q", title=title).scale(type="log", nice=False))
     line = trained.mark_line(strokeWidth=1.6).encode(strokeDash=_dashes(rows, "student"))
@@ -160,15 +160,15 @@ def tradeoff_figure(students: pa.Table) -> Picture:
         best[key] = min(best.get(key, row), row, key=lambda one: float(one["closeness"]))
     for row in best.values():
         row["label"] = row["shape"]
-    base = alt.Chart(_data(rows)).encode(
+    base = alt.Chart(inline_data(rows)).encode(
         x=alt.X("speed:Q", title="tokens per second of inference, teacher = 1").scale(zero=False, padding=30),
         y=alt.Y("closeness:Q", title=_CLOSENESS).scale(zero=False, padding=20),
     )
     points = base.mark_point(filled=True, opacity=0.75).encode(
         size=alt.Size("parameters:Q", legend=None).scale(range=[30, 300]),
-        color=_colour(rows, "objective"),
+        color=colour_of(rows, "objective"),
         shape=_shape(rows, "cache"),
-        tooltip=_tooltip(rows, without=("label",)),
+        tooltip=shown_of_mark(rows, without=("label",)),
     )
     text = base.mark_text(align="left", dx=9, dy=9).encode(text="label:N")
     return Picture(_chosen(alt.layer(points, text), rows, one_of="measure"))
@@ -192,17 +192,17 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
         type="log", nice=False, padding=20
     )
     line = (
-        alt.Chart(_data(rows))
+        alt.Chart(inline_data(rows))
         .mark_line(point=alt.OverlayMarkDef(size=60, filled=True))
         .encode(
             x=bytes_axis,
             y=alt.Y("mean(KL):Q", title=_KL).scale(zero=False),
-            color=_colour(rows, "student"),
+            color=colour_of(rows, "student"),
             strokeDash=_dashes(rows, "student"),
-            tooltip=[*_tooltip(rows, without=("KL", "seed", "parameters", "shape")), "mean(KL):Q"],
+            tooltip=[*shown_of_mark(rows, without=("KL", "seed", "parameters", "shape")), "mean(KL):Q"],
         )
     )
-    dense = alt.Chart(_data([{"bytes": dense_bytes_per_token, "name": "dense"}])).encode(x=bytes_axis)
+    dense = alt.Chart(inline_data([{"bytes": dense_bytes_per_token, "name": "dense"}])).encode(x=bytes_axis)
     rule = dense.mark_rule(strokeDash=[2, 3], color=_INK)
     name = dense.mark_text(align="right", dx=-4, y=8).encode(text="name:N")
     chosen = _chosen(line, rows, one_of="measure")
@@ -225,13 +225,13 @@ def attention_maps(maps: Mapping[str, npt.NDArray[np.float32]], tokens: Sequence
         ]
         shade = alt.Color("probability:Q").scale(type="sqrt", domain=[0, 1], scheme="blues").legend(None)
         encoded = (
-            alt.Chart(_data(rows), title=name)
+            alt.Chart(inline_data(rows), title=name)
             .mark_rect()
             .encode(
                 x=alt.X("to:N", sort=numbered, title=None),
                 y=alt.Y("from:N", sort=numbered, title=None),
                 color=shade,
-                tooltip=_tooltip(rows),
+                tooltip=shown_of_mark(rows),
             )
         )
         charts.append(encoded.properties(width=_TOKEN * len(tokens), height=_TOKEN * len(tokens)))
@@ -246,10 +246,10 @@ def similarity_figure(layers: LayerSimilarity) -> Picture:
             {"teacher": row, "student": column, "value": float(value)}
             for (row, column), value in np.ndenumerate(values)
         ]
-        base = alt.Chart(_data(rows), title=name).encode(
+        base = alt.Chart(inline_data(rows), title=name).encode(
             x=alt.X("student:O", title="student, layer").axis(labelAngle=0),
             y=alt.Y("teacher:O", title="teacher, layer"),
-            tooltip=_tooltip(rows),
+            tooltip=shown_of_mark(rows),
         )
         cells = base.mark_rect().encode(
             color=alt.Color("value:Q").scale(domain=[0, 1], scheme="greys").legend(None)
@@ -286,12 +286,12 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Picture:
                 }
                 for place, probe in probes
             ]
-        encoded = alt.Chart(_data(rows)).encode(
+        encoded = alt.Chart(inline_data(rows)).encode(
             x=alt.X(f"{by}:O").axis(labelAngle=0),
             y=alt.Y("value:Q", title=measure),
-            color=_colour(rows, "relation"),
+            color=colour_of(rows, "relation"),
             shape=_shape(rows, "relation"),
-            tooltip=_tooltip(rows),
+            tooltip=shown_of_mark(rows),
         )
         # Heads have no order, so that no line joins them.
         drawn = encoded.mark_point(filled=True) if by == "head" else encoded.mark_line(point=True)
@@ -299,7 +299,8 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Picture:
     return Picture(alt.concat(*charts, columns=3))
 
 
-def _data(rows: Rows) -> alt.InlineData:
+def inline_data(rows: Rows) -> alt.InlineData:
+    """Return rows as the data of a chart."""
     return alt.InlineData(values=rows)
 
 
@@ -331,7 +332,7 @@ def _chosen(chart: Any, rows: Rows, one_of: str) -> Any:  # noqa: ANN401 - a cha
     return chart.properties(width="container", height=_HEIGHT)
 
 
-def _colour(rows: Rows, name: str) -> alt.Color:
+def colour_of(rows: Rows, name: str) -> alt.Color:
     """Return what colours series by a column; the eighth colour is followed by the first one."""
     values = _values(rows, name)
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(values))]
@@ -356,7 +357,7 @@ def _legend(values: Sequence[object]) -> alt.Legend | None:
     return alt.Legend() if len(values) > 1 else None
 
 
-def _tooltip(rows: Rows, without: Sequence[str] = ()) -> list[alt.Tooltip]:
+def shown_of_mark(rows: Rows, without: Sequence[str] = ()) -> list[alt.Tooltip]:
     """Return what is shown of a mark under the pointer: all columns but some."""
     names = dict.fromkeys(name for row in rows for name in row if name not in without)
     numbers = {name for row in rows for name, value in row.items() if isinstance(value, float)}

@@ -18,7 +18,7 @@ from minilm_cache.objectives.config import ObjectiveConfig, split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, runs_of
+from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, rounds_of, runs_of
 from minilm_cache.train.record import ANOTHER_MODEL, FEW_HELD_OUT, RunRecord, StudentRecord, load_record
 from minilm_cache.wording import Described, counted, printable
 
@@ -274,10 +274,10 @@ class TrainedRun(Described):
 
 
 def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None = None) -> list[TrainedRun]:
-    """Open a run, or every complete run of a chain or a study.
+    """Open a run, or every complete run of a chain, a study or a search.
 
     Args:
-        path: folder of a run, a chain or a study.
+        path: folder of a run, a chain, a study or a search.
         cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name. None means
             the folders where their caches were when they began.
         home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
@@ -286,8 +286,10 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
         InvalidConfigError: the folder holds no run, or one folder is given for the caches of several runs.
         MiniLMCacheError: same as for `TrainedRun.open`.
     """
-    inner = runs_of(path)
-    if is_run(path) or not inner:
+    rounds, inner = rounds_of(path), runs_of(path)
+    if complete := [run for run in rounds if load_record(run).complete]:
+        return [TrainedRun.open(run, cache_place=cache_place, home=home) for run in complete]
+    if is_run(path) or not (inner or rounds):
         return [TrainedRun.open(path, cache_place=cache_place, home=home)]
     if cache_place is not None and not is_url(cache_place):
         raise InvalidConfigError(

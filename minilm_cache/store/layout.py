@@ -31,7 +31,7 @@ def described_otherwise(folder: Path) -> str:
     if next(folder.glob("runs/*/run.json"), None) is not None:
         return " It is a study or a chain: `minilm-cache report` and `evaluate` take it."
     if (folder / "search.json").is_file():
-        return " It is a search: `minilm-cache info` shows its runs, and `search` with its settings goes on."
+        return f" It is a search: `minilm-cache report` takes it, and its students are in {folder}/round-*."
     if (folder / "config.json").is_file():
         return " It is a model: `dump --teacher`, `evaluate`, `speed` and `embeddings` take it."
     return ""

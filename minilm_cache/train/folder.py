@@ -1,6 +1,6 @@
 """The layout of a run's folder; no other module knows it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,10 @@ VIA: Final = "-via-"
 holds."""
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain whose teacher all students of the chain are compared with."""
+SEARCH_RECORD: Final = "search.json"
+"""File name of the record of a search."""
+ROUND: Final = "round-"
+"""Begin of the folders of the rounds of a search; their number follows."""
 RUN_FILE = "run.json"
 """File name of the run's record."""
 SUFFIX: Final = "-first"
@@ -98,7 +102,18 @@ def runs_in(folder: Path) -> list[Path]:
 
 def runs_of(folder: Path) -> list[Path]:
     """Return the runs of a chain or a study, finished or not, without those that others began with."""
-    runs = sorted(file.parent for file in folder.glob(f"runs/*/{RUN_FILE}"))
+    return _without_first(folder.glob(f"runs/*/{RUN_FILE}"))
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    """Return the runs of the rounds of a search, finished or not; empty for another folder."""
+    if not (folder / SEARCH_RECORD).is_file():
+        return []
+    return _without_first(folder.glob(f"{ROUND}*/{RUN_FILE}"))
+
+
+def _without_first(records: Iterable[Path]) -> list[Path]:
+    runs = sorted(file.parent for file in records)
     names = {run.name for run in runs}
     return [run for run in runs if not (run.name.endswith(SUFFIX) and run.name.removesuffix(SUFFIX) in names)]
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache, open_cache
@@ -37,12 +36,17 @@ from minilm_cache.models.student import (
 )
 from minilm_cache.models.vocabulary import Vocabulary, trimmed_config
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.report.front import Candidate, Round, SearchRecord, candidate_name, read_search
+from minilm_cache.report.page import write_report
+from minilm_cache.report.runs import open_runs
+from minilm_cache.report.tables import students_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
-from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
+from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import ROUND, SEARCH_RECORD
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, refuse_other_texts, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
@@ -50,7 +54,7 @@ from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.wording import counted
 from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape, vocabularies_of
 
-RECORD: Final = "search.json"
+REPORT_FILE: Final = "report.html"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
 _SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 """Widths that are tried, as shares of the teacher's."""
@@ -65,62 +69,6 @@ _CHANGE_NO_STUDENT: Final = {
     *("checkpoint_steps", "device", "keep_checkpoints", "local_bytes", "max_hours", "tracker"),
 }
 """Settings of trainings that may differ between commands for the same search."""
-_MAX_RECORD_BYTES: Final = 2**22
-
-
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Candidate(_Document):
-    """A shape, measured before it is trained."""
-
-    arch: str
-    vocab: str | None = None
-    """Value of `--vocab`. None means all pieces of the teacher's."""
-    num_parameters: int
-    num_bytes: int
-    """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
-    latency_ms: float
-    """Milliseconds of a pass in that form: the median of 21 passes in three turns, each after another one of
-    the same model."""
-    fits: bool
-    """Whether it is within the budget."""
-    is_tried: bool
-    """Whether it is trained: within the budget, and no other one there is at least as large in everything."""
-
-    @property
-    def name(self) -> str:
-        """What the options of a training for it are: the shape, and its vocabulary if it has one."""
-        return _name(self.arch, self.vocab)
-
-
-class Round(_Document):
-    """A round of trainings."""
-
-    run: str
-    """Folder of the run, below that of the search."""
-    more_runs: tuple[str, ...] = ()
-    """Folders of the runs of the round's other vocabularies."""
-    steps: int
-    losses: dict[str, float | None]
-    """Held-out loss of each shape, by `Candidate.name`, the best one first. None means that it diverged."""
-
-
-class SearchRecord(_Document):
-    """What a search measured and trained, and the settings that it depends on."""
-
-    settings: dict[str, Any]
-    fingerprint: str
-    """Fingerprint of the cache."""
-    pass_length: int
-    """Tokens of each text of a timed pass."""
-    teacher_latency_ms: float
-    """Milliseconds of a pass of the teacher's shape in torch."""
-    candidates: tuple[Candidate, ...]
-    """All shapes, the fastest one first."""
-    rounds: tuple[Round, ...] = ()
-    """Rounds that are over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +82,8 @@ class SearchResult:
     """Folder of the student."""
     latency_ms: float
     """Milliseconds of a pass of the winner's shape, measured anew when all was trained."""
+    report: Path
+    """File of the page."""
 
 
 def search(
@@ -176,20 +126,33 @@ def search(
             f"round {number + 1} of {len(plan)}: {counted(count, 'shape')}, {counted(steps, 'step')}"
         )
         shapes = _by_vocabulary(record, tried[:count])
-        place = out / f"round-{number + 1}"
+        place = out / f"{ROUND}{number + 1}"
         trained = _trained(shapes, {**train, "steps": steps}, runs, place=place, cache=cache, session=session)
         runs |= trained
-        diverged = {_name(arch, vocab) for vocab in shapes.keys() - trained.keys() for arch in shapes[vocab]}
-        losses = _ranked(trained, out) | dict.fromkeys(sorted(diverged), None)
-        folders = [run.path.name for run in trained.values()]
-        done = Round(run=folders[0], more_runs=tuple(folders[1:]), steps=steps, losses=losses)
+        done = _done(shapes, trained, steps=steps, out=out)
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
         _write(out, record)
         tried = [name for name, loss in done.losses.items() if loss is not None]
     winner = next(each for each in record.candidates if each.name == tried[0])
     student = runs[winner.vocab].student_path(winner.arch)
     latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
-    return SearchResult(path=out, record=record, winner=winner, student=student, latency_ms=latency_ms)
+    return SearchResult(
+        path=out,
+        record=record,
+        winner=winner,
+        student=student,
+        latency_ms=latency_ms,
+        report=_write_page(record, cache, out=out, session=session),
+    )
+
+
+def _write_page(record: SearchRecord, cache: str | Path, *, out: Path, session: Session) -> Path:
+    """Write the page about all rounds, and return its file."""
+    session.progress.note("measuring sizes and speed of the students of all rounds")
+    runs = open_runs(out, cache_place=str(cache), home=session.home)
+    students = students_table(runs, device="cpu")
+    write_report(out / REPORT_FILE, runs, students, title=out.name, searches=[record])
+    return out / REPORT_FILE
 
 
 def _trained(
@@ -217,8 +180,19 @@ def _trained(
     return done
 
 
-def _name(arch: str, vocab: str | None) -> str:
-    return arch if vocab is None else f"{arch} --vocab {vocab}"
+def _done(
+    shapes: Mapping[str | None, tuple[str, ...]],
+    trained: Mapping[str | None, TrainResult],
+    *,
+    steps: int,
+    out: Path,
+) -> Round:
+    """Return what a round has shown; students of a vocabulary that was not trained diverged."""
+    lost = shapes.keys() - trained.keys()
+    diverged = {candidate_name(arch, vocab) for vocab in lost for arch in shapes[vocab]}
+    losses = _ranked(trained, out) | dict.fromkeys(sorted(diverged), None)
+    folders = [run.path.name for run in trained.values()]
+    return Round(run=folders[0], more_runs=tuple(folders[1:]), steps=steps, losses=losses)
 
 
 def _by_vocabulary(record: SearchRecord, names: Sequence[str]) -> dict[str | None, tuple[str, ...]]:
@@ -236,7 +210,7 @@ def _ranked(runs: Mapping[str | None, TrainResult], out: Path) -> dict[str, floa
         DivergedError: all of them diverged.
     """
     losses = {
-        _name(each.arch, vocab): each.loss_after
+        candidate_name(each.arch, vocab): each.loss_after
         for vocab, run in runs.items()
         for each in run.record.students
     }
@@ -334,7 +308,7 @@ class _Space:
         for vocab, chosen in vocabularies.items():
             for arch, described in configs.items():
                 kept = described if chosen is None else trimmed_config(described, chosen.kept)
-                shapes[_name(arch, vocab)] = _Shape(arch=arch, vocab=vocab, config=kept)
+                shapes[candidate_name(arch, vocab)] = _Shape(arch=arch, vocab=vocab, config=kept)
         return cls(
             config=config,
             train=train,
@@ -540,17 +514,11 @@ def _read(out: Path, space: _Space) -> SearchRecord | None:
     Raises:
         IdentityMismatchError: it is another search, or damaged.
     """
-    file = out / RECORD
-    if not file.exists():
+    record = read_search(out)
+    if record is None:
         if out.exists() and any(out.iterdir()):
             raise IdentityMismatchError(f"{out} holds something else than a search. Choose another --out.")
         return None
-    try:
-        record = SearchRecord.model_validate_json(bounded_bytes(file, _MAX_RECORD_BYTES))
-    except ValidationError as error:
-        raise IdentityMismatchError(
-            f"{file} is damaged: it is not a record of a search. Choose another --out."
-        ) from error
     is_same = _given(record.settings) == _given(space.settings)
     if not is_same or record.fingerprint != space.cache.manifest.fingerprint:
         raise IdentityMismatchError(
@@ -571,4 +539,4 @@ def _given(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _write(out: Path, record: SearchRecord) -> None:
     with storage_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)
-        write_file(out / RECORD, (record.model_dump_json(indent=2) + os.linesep).encode())
+        write_file(out / SEARCH_RECORD, (record.model_dump_json(indent=2) + os.linesep).encode())

@@ -47,7 +47,7 @@ from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
-from minilm_cache.workflows.study_spec import Assistant, Pass, Study
+from minilm_cache.workflows.study_spec import ASSISTANT, Assistant, Pass, Study
 
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
@@ -133,10 +133,10 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
         call = partial(_train, planned.config, place, out=folder / "runs" / planned.name)
         after = (numbers[planned.cache],) if planned.cache in numbers else ()
         jobs.append(Job(name=f"pass {planned.name}", call=call, after=after))
-    learned = [trained[planned.name] for planned in study.compared]
+    learned = [trained[planned.name] for planned in compared(study)]
     masked: list[int] = []
     if study.agreement_steps is not None and study.teacher is not None:
-        for number, planned in zip(learned, study.compared, strict=True):
+        for number, planned in zip(learned, compared(study), strict=True):
             masked.append(len(jobs))
             call = partial(_train_masked, study, planned, folder=folder)
             jobs.append(Job(name=_agreement_of(planned), call=call, after=(number,)))
@@ -147,6 +147,20 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
     compare = partial(_compare, study, folder)
     jobs.append(Job(name="comparison with the teacher", call=compare, after=(*scored, *learned, *masked)))
     return jobs
+
+
+def compared(study: Study) -> tuple[Pass, ...]:
+    """Return the trainings whose students are compared: those of assistants, and then the passes.
+
+    An assistant whose shape is one of the study's is left out: a pass has a student like it.
+    """
+    trained = {(each.label, arch) for each in study.passes for arch in each.config.arch}
+    assistants = [
+        each.training
+        for each in study.assistants
+        if (each.training.label.removesuffix(ASSISTANT), *each.training.config.arch) not in trained
+    ]
+    return (*assistants, *study.passes)
 
 
 def _agreement_of(planned: Pass) -> str:
@@ -193,7 +207,7 @@ def _evaluate(study: Study, folder: Path, *have_learned: bool, session: Session)
     assert study.evaluation is not None
     assert study.teacher is not None
     name, revision = study.teacher
-    passes = zip(study.compared, have_learned, strict=True)
+    passes = zip(compared(study), have_learned, strict=True)
     runs = [str(folder / "runs" / planned.name) for planned, has_learned in passes if has_learned]
     teacher = str(locate_teacher(name, revision).folder) if revision is not None else name
     return evaluate_models(study.evaluation, [teacher, *runs], out=folder / EVALUATIONS, session=session)
@@ -258,7 +272,7 @@ def _compare(
     teacher = _teacher(study)
     masked = {
         planned.name: _masked_folder(study, folder, planned)
-        for planned, has_learned in zip(study.compared, have_learned[len(study.compared) :], strict=False)
+        for planned, has_learned in zip(compared(study), have_learned[len(compared(study)) :], strict=False)
         if has_learned
     }
     scores = {} if evaluation is None else _scores_of(evaluation.summaries)
@@ -294,7 +308,7 @@ def _compare(
 
 def _diverged(study: Study, have_learned: Sequence[bool]) -> tuple[str, ...]:
     """Return the names of passes without a student that learned."""
-    names = [*(planned.name for planned in study.compared), *map(_agreement_of, study.compared)]
+    names = [*(planned.name for planned in compared(study)), *map(_agreement_of, compared(study))]
     return tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
 
 
@@ -321,7 +335,7 @@ def _opened(
             reference=_reference(study, folder, planned.cache),
             reference_layer=planned.config.teacher_layer,
         )
-        for planned, has_learned in zip(study.compared, have_learned, strict=False)
+        for planned, has_learned in zip(compared(study), have_learned, strict=False)
         if has_learned
     ]
     return with_short_names(runs)

@@ -12,7 +12,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
-from minilm_cache.workflows.study import check_shapes
+from minilm_cache.workflows.study import check_shapes, compared
 from minilm_cache.workflows.study_spec import Assistant, Pass, Study
 
 COMPLETE = "complete"
@@ -101,6 +101,6 @@ def _num_trials(study: Study) -> int:
     config = study.evaluation
     if config is None:
         return 0
-    models = 1 + sum(len(planned.config.arch) for planned in study.compared)
+    models = 1 + sum(len(planned.config.arch) for planned in compared(study))
     settings = sum(len(config.settings(task_like(name, config))) for name in config.task)
     return models * config.seeds * settings

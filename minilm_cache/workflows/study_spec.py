@@ -28,7 +28,7 @@ from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, namin
 from minilm_cache.workflows.study_source import Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
-_ASSISTANT: Final = "-assistant"
+ASSISTANT: Final = "-assistant"
 """End of the label of an assistant's training."""
 _NOT_IN_DUMP: Final = ("rank", "world_size")
 _NOT_IN_TRAIN: Final = {
@@ -205,20 +205,6 @@ class Study:
         return replace(self, passes=tuple(passes))
 
     @property
-    def compared(self) -> tuple[Pass, ...]:
-        """The trainings whose students are compared: those of assistants, and then the passes.
-
-        An assistant whose shape is one of the study's is left out: the pass has a student like it.
-        """
-        trained = {(each.label, arch) for each in self.passes for arch in each.config.arch}
-        assistants = [
-            each.training
-            for each in self.assistants
-            if (each.training.label.removesuffix(_ASSISTANT), *each.training.config.arch) not in trained
-        ]
-        return (*assistants, *self.passes)
-
-    @property
     def made(self) -> dict[str, Assistant]:
         """The assistants by the names of their caches."""
         return {assistant.name: assistant for assistant in self.assistants}
@@ -337,7 +323,7 @@ def _assistants(
         first = next((each for each in of_cache if each.config.spec.needs.pooled), of_cache[0])
         values = {**dict(first.config), "arch": (arch,)}
         config = source.check(TrainConfig, values, {"": ("assistants",)})
-        training = replace(first, label=f"{first.label}{_ASSISTANT}", config=config)
+        training = replace(first, label=f"{first.label}{ASSISTANT}", config=config)
         cache = f"{name}{VIA}{arch_slug(arch)}-{training.name.rpartition('-')[2]}"
         assistants.append(Assistant(name=cache, teacher=name, training=training))
     return tuple(assistants)

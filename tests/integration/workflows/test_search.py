@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModel
 
 from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError
+from minilm_cache.report.front import Round, SearchRecord
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import SearchConfig
-from minilm_cache.workflows.search import SearchRecord, search
+from minilm_cache.workflows.search import search
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
@@ -173,6 +174,53 @@ def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, c
     sizes = {each["arch"]: each["num_bytes"] for each in result["candidates"]}
     assert sizes["2x32:ff64"] - sizes["1x32:ff64"] + 4 * 32 * 8 * 32 > 4 * 2 * 32 * 6 * 32
     assert result["teacher_latency_ms"] > 0
+
+
+def test_the_page_says_what_became_of_each_shape(cache: Path, tmp_path: Path, command: Command) -> None:
+    result = found(command, cache, tmp_path / "out", "--max-latency-ms", 1000, "--every", "--layers", "1,2")
+    page = Path(result["report"]).read_text()
+    record = SearchRecord.model_validate_json((tmp_path / "out/search.json").read_text())
+    outcomes = {each.name: record.outcome(each) for each in record.candidates}
+    assert [name for name, outcome in outcomes.items() if outcome == "found"] == [result["winner"]]
+    stopped = [outcome for outcome in outcomes.values() if "stopped after" in outcome]
+    assert len(stopped) == len(outcomes) - 1
+    places = [int(outcome.split("place ")[1].split(" ")[0]) for outcome in stopped]
+    assert 1 not in places
+    assert all(f'<td class="name">{outcome}</td>' in page for outcome in outcomes.values())
+    specs = [json.loads(part.split("</script>")[0]) for part in page.split('class="spec">')[1:]]
+    marks, budget = sorted(specs[0]["datasets"].values(), key=len, reverse=True)
+    assert {(mark["shape"], mark["held-out loss"]) for mark in marks} == {
+        (name, loss) for done in record.rounds for name, loss in done.losses.items()
+    }
+    assert budget == [{"milliseconds": 1000.0, "name": "budget"}]
+
+    code, printed, err = command("report", tmp_path / "out", "--out", tmp_path / "page.html", "--json")
+    assert code == 0, err
+    assert "Quality against latency" in (tmp_path / "page.html").read_text()
+    assert len(json.loads(printed)["students"]) == sum(len(done.losses) for done in record.rounds)
+    says = "It is a search: `minilm-cache report` takes it"
+    command.fails("info", tmp_path / "out", code=1, says=says)
+    for run in (tmp_path / "out").glob("round-*/run.json"):
+        run.unlink()
+    command.fails("report", tmp_path / "out", code=2, says=f"{tmp_path / 'out'}")
+
+
+def test_what_a_search_has_left_out_is_said(cache: Path, tmp_path: Path, command: Command) -> None:
+    words = ("--max-parameters", 30_000, "--layers", "1,3", "--widths", "16,32")
+    result = found(command, cache, tmp_path / "out", *words)
+    record = SearchRecord.model_validate_json((tmp_path / "out/search.json").read_text())
+    for each in record.candidates:
+        if each.num_parameters > 30_000:
+            assert record.outcome(each) == "over the budget"
+        elif not each.is_tried:
+            assert record.outcome(each) == "a larger one fits"
+    assert {each.fits for each in record.candidates} == {True, False}
+    assert record.max_latency_ms is None
+    begun = record.model_copy(update={"rounds": ()})
+    (winner,) = (each for each in record.candidates if each.name == result["winner"])
+    assert begun.outcome(winner) == "not trained yet"
+    lost = Round(run="round-1", steps=3, losses={winner.name: None})
+    assert begun.model_copy(update={"rounds": (lost,)}).outcome(winner) == "diverged within 3 steps"
 
 
 def test_narrow_embeddings_fit_where_whole_ones_do_not(cache: Path, tmp_path: Path, command: Command) -> None:

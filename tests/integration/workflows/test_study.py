@@ -24,7 +24,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.chain_plan import chain_folder
 from minilm_cache.workflows.config import ChainConfig
-from minilm_cache.workflows.study import run_study
+from minilm_cache.workflows.study import compared, run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_chain import after
@@ -525,12 +525,12 @@ def test_what_students_begin_with_is_an_axis(world: World) -> None:
     assert "teacher-layers" in result.report.read_text()
 
 
-@pytest.mark.parametrize(("assistants", "compared"), [("2x32", ["2x32", "1x16"]), ("1x16", ["1x16"])])
-def test_an_assistant_is_compared_once(world: World, assistants: str, compared: list[str]) -> None:
+@pytest.mark.parametrize(("assistants", "shapes"), [("2x32", ["2x32", "1x16"]), ("1x16", ["1x16"])])
+def test_an_assistant_is_compared_once(world: World, assistants: str, shapes: list[str]) -> None:
     changes = {"caches": "\n  one: {codec: vectors}", "seed": " [0]", "arch": " [1x16]"}
     study = read_study(document(world, assistants=f" [{assistants}]", **changes))
-    trained = [planned for planned in study.compared if planned.cache == "one"]
-    assert [arch for planned in trained for arch in planned.config.arch] == compared
+    trained = [planned for planned in compared(study) if planned.cache == "one"]
+    assert [arch for planned in trained for arch in planned.config.arch] == shapes
 
 
 def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""What a search measured and trained: its record, what became of each shape, and quality against latency."""
+
+import math
+from pathlib import Path
+from typing import Any, Final
+
+import altair as alt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.report.plots import Picture, Rows, colour_of, inline_data, shown_of_mark
+from minilm_cache.store.durable import bounded_bytes
+from minilm_cache.train.folder import SEARCH_RECORD
+from minilm_cache.wording import counted
+
+_MAX_RECORD_BYTES: Final = 2**22
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Candidate(_Document):
+    """A shape, measured before it is trained."""
+
+    arch: str
+    vocab: str | None = None
+    """Value of `--vocab`. None means all pieces of the teacher's."""
+    num_parameters: int
+    num_bytes: int
+    """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
+    latency_ms: float
+    """Milliseconds of a pass in that form: the median of 21 passes in three turns, each after another one of
+    the same model."""
+    fits: bool
+    """Whether it is within the budget."""
+    is_tried: bool
+    """Whether it is trained: within the budget, and no other one there is at least as large in everything."""
+
+    @property
+    def name(self) -> str:
+        """What the options of a training for it are: the shape, and its vocabulary if it has one."""
+        return candidate_name(self.arch, self.vocab)
+
+
+class Round(_Document):
+    """A round of trainings."""
+
+    run: str
+    """Folder of the run, below that of the search."""
+    more_runs: tuple[str, ...] = ()
+    """Folders of the runs of the round's other vocabularies."""
+    steps: int
+    losses: dict[str, float | None]
+    """Held-out loss of each shape, by `Candidate.name`, the best one first. None means that it diverged."""
+
+
+class SearchRecord(_Document):
+    """What a search measured and trained, and the settings that it depends on."""
+
+    settings: dict[str, Any]
+    fingerprint: str
+    """Fingerprint of the cache."""
+    pass_length: int
+    """Tokens of each text of a timed pass."""
+    teacher_latency_ms: float
+    """Milliseconds of a pass of the teacher's shape in torch."""
+    candidates: tuple[Candidate, ...]
+    """All shapes, the fastest one first."""
+    rounds: tuple[Round, ...] = ()
+    """Rounds that are over."""
+
+    @property
+    def max_latency_ms(self) -> float | None:
+        """Most milliseconds that a pass may take. None means that any time is fast enough."""
+        most, speedup = (self.settings["search"].get(name) for name in ("max_latency_ms", "speedup"))
+        if speedup is not None:
+            return self.teacher_latency_ms / float(speedup)
+        return None if most is None else float(most)
+
+    @property
+    def timed(self) -> str:
+        """What was timed, in words."""
+        texts, runtime = (self.settings["search"][name] for name in ("pass_texts", "runtime"))
+        return f"a pass of {counted(texts, 'text')} of {self.pass_length} tokens in {runtime}"
+
+    def outcome(self, candidate: Candidate) -> str:
+        """Return what became of a shape, in words."""
+        if not candidate.fits:
+            return "over the budget"
+        if not candidate.is_tried:
+            return "a larger one fits"
+        trained = [done for done in self.rounds if candidate.name in done.losses]
+        if not trained:
+            return "not trained yet"
+        losses, steps = trained[-1].losses, trained[-1].steps
+        if losses[candidate.name] is None:
+            return f"diverged within {counted(steps, 'step')}"
+        place = list(losses).index(candidate.name) + 1
+        if trained[-1] is self.rounds[-1]:
+            return "found" if len(losses) == 1 else f"place {place} of {len(losses)} so far"
+        return f"stopped after {counted(steps, 'step')}: place {place} of {len(losses)}"
+
+
+def candidate_name(arch: str, vocab: str | None) -> str:
+    """Return the options of a training for a shape with a vocabulary; None means all pieces."""
+    return arch if vocab is None else f"{arch} --vocab {vocab}"
+
+
+def read_search(folder: Path) -> SearchRecord | None:
+    """Return the record of the search in a folder. None means that there is none.
+
+    Raises:
+        IdentityMismatchError: it is damaged.
+    """
+    file = folder / SEARCH_RECORD
+    if not file.exists():
+        return None
+    try:
+        return SearchRecord.model_validate_json(bounded_bytes(file, _MAX_RECORD_BYTES))
+    except ValidationError as error:
+        raise IdentityMismatchError(
+            f"{file} is damaged: it is not a record of a search. Choose another --out."
+        ) from error
+
+
+def front_figure(record: SearchRecord) -> Picture:
+    """Draw the held-out loss of each shape after each round against the milliseconds of a pass.
+
+    A line joins the rounds of a shape. Shapes that were not trained have no loss, and are left out.
+    """
+    rows: Rows = []
+    for candidate in record.candidates:
+        losses = [(done.steps, done.losses.get(candidate.name)) for done in record.rounds]
+        known = [(steps, loss) for steps, loss in losses if loss is not None and math.isfinite(loss)]
+        for number, (steps, loss) in enumerate(known):
+            rows.append(
+                {
+                    "shape": candidate.name,
+                    "milliseconds": candidate.latency_ms,
+                    "held-out loss": loss,
+                    "trained for": counted(steps, "step"),
+                    "outcome": record.outcome(candidate),
+                    "label": candidate.name if number == len(known) - 1 else "",
+                }
+            )
+    base = alt.Chart(inline_data(rows)).encode(
+        x=alt.X("milliseconds:Q", title=f"milliseconds of {record.timed}").scale(zero=False, padding=30),
+        y=alt.Y("held-out loss:Q").scale(zero=False, padding=20),
+    )
+    line = base.mark_line(strokeWidth=1, opacity=0.4, color="currentColor").encode(detail="shape:N")
+    points = base.mark_point(filled=True, size=80).encode(
+        color=colour_of(rows, "trained for"), tooltip=shown_of_mark(rows, without=("label",))
+    )
+    text = base.mark_text(align="left", dx=9, dy=9).encode(text="label:N")
+    layers = [line, points, text]
+    if record.max_latency_ms is not None:
+        budget = alt.Chart(inline_data([{"milliseconds": record.max_latency_ms, "name": "budget"}]))
+        rule = budget.encode(x="milliseconds:Q")
+        layers += [
+            rule.mark_rule(strokeDash=[2, 3], color="currentColor"),
+            rule.mark_text(align="right", dx=-4, y=8).encode(text="name:N"),
+        ]
+    return Picture(alt.layer(*layers).properties(width="container", height=320))
