@@ -134,6 +134,8 @@ def test_numbers_of_pieces_that_mean_the_same_are_tried_once(
         assert "the same pieces as another" in err
         result = json.loads(printed)
         vocabularies = {each["vocab"] for each in result["candidates"]}
+        times = {(each["arch"], each["latency_ms"]) for each in result["candidates"]}
+        assert len(times) == len({each["arch"] for each in result["candidates"]})
         assert vocabularies == set(names)
         assert any(each["is_tried"] for each in result["candidates"])
 
