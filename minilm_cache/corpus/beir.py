@@ -56,8 +56,13 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
     for where, row in json_records(of_documents):
         if not only_judged or row.get("_id") in lines:
             name, text = _document(row, where)
+            _refuse_other_text(documents, name, text, where=where)
             documents[name] = text
-    asked = dict(_query(row, where) for where, row in json_records(of_queries))
+    asked: dict[str, str] = {}
+    for where, row in json_records(of_queries):
+        name, text = _query(row, where)
+        _refuse_other_text(asked, name, text, where=where)
+        asked[name] = text
     lacking = next((name for name in lines if name not in documents), None)
     if lacking is not None:
         raise CorpusError(
@@ -72,6 +77,12 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
         )
     queries = {query: text for query, text in asked.items() if query in grades}
     return JudgedTexts(queries=queries, documents=documents, grades=grades)
+
+
+def _refuse_other_text(known: Mapping[str, str], name: str, text: str, *, where: str) -> None:
+    """Raise CorpusError if a name has another text already: judgements would be of one of the two."""
+    if known.get(name, text) != text:
+        raise CorpusError(f"{where}: _id {name!r} was that of another text before. Give each text its own.")
 
 
 def _document(row: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -128,7 +139,7 @@ def refuse_other_columns(file: Path, columns: Sequence[str]) -> None:
 def _judgements(file: Path) -> Iterator[tuple[int, tuple[str, str, int]]]:
     """Yield the number of each line, and its query, document and grade."""
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
             for number, row in enumerate(csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
                 if not row or (number == 1 and row[0] in _HEADERS):
                     continue

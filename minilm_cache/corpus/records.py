@@ -348,22 +348,21 @@ def _objects(file: Path, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]
                 yield from _array(file, line + opened.read(_MAX_LINE), columns)
                 return
             where = f"line {number}"
-            row = _value(file, line, where)
+            doubtful = [name for name in columns if line.count(f'"{name}"') > 1 or "\\u" in line]
+            row = _value(file, line, where=where, columns=doubtful)
             if not isinstance(row, dict):
                 raise CorpusError(
                     f"corpus {file}: {where} holds {_kind(row)}, where a record with a text should be. "
                     "Write one object a line."
                 )
-            for column in columns:
-                if line.count(f'"{column}"') > 1 or "\\u" in line:
-                    _refuse_two_values(file, line, column, where=where)
+            _refuse_two_values(file, row, doubtful, where=where)
             yield where, row
 
 
 def _array(file: Path, content: str, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if len(content) >= _MAX_LINE:
         raise CorpusError(f"corpus {file} is one long JSON array. Write one object a line.")
-    rows = _value(file, content, "the array")
+    rows = _value(file, content, where="the array", columns=columns)
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise CorpusError(
@@ -371,17 +370,14 @@ def _array(file: Path, content: str, columns: Sequence[str]) -> Iterator[tuple[s
                 f"record "
                 'like {"text": "..."} should be. Write one object a line.'
             )
-        for column in columns:
-            if content.count(f'"{column}"') > len(rows):
-                raise CorpusError(
-                    f"corpus {file} has column {column!r} twice in a record. Keep one of the two."
-                )
+        _refuse_two_values(file, row, columns, where=f"element {number}")
         yield f"element {number}", row
 
 
-def _value(file: Path, text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
+def _value(file: Path, text: str, *, where: str, columns: Sequence[str]) -> Any:  # noqa: ANN401 - of JSON
+    """Return a value of JSON; with columns, its objects say what stands in them twice, which takes longer."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_Record if columns else None)
     except RecursionError as error:
         raise CorpusError(
             f"cannot read corpus {file}: {where} is nested too deep. Fix it or remove it."
@@ -392,17 +388,20 @@ def _value(file: Path, text: str, where: str) -> Any:  # noqa: ANN401 - any JSON
         ) from error
 
 
-def _refuse_two_values(file: Path, text: str, column: str, *, where: str) -> None:
+class _Record(dict[str, Any]):
+    """An object of JSON, and the names that stand in it twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.doubled = {name for name in self if names.count(name) > 1} if len(self) < len(names) else set()
+
+
+def _refuse_two_values(file: Path, row: Mapping[str, Any], columns: Sequence[str], *, where: str) -> None:
     """Raise CorpusError if a record has a column twice: only one of the two values could be read."""
-    pairs: list[tuple[str, object]] = []
-
-    def keep(of_object: list[tuple[str, object]]) -> dict[str, object]:
-        pairs[:] = of_object  # the outermost object comes last
-        return dict(of_object)
-
-    json.loads(text, object_pairs_hook=keep)
-    if sum(name == column for name, _ in pairs) > 1:
-        raise CorpusError(f"corpus {file}: {where} has column {column!r} twice. Keep one of the two.")
+    doubled = next((name for name in columns if isinstance(row, _Record) and name in row.doubled), None)
+    if doubled is not None:
+        raise CorpusError(f"corpus {file}: {where} has column {doubled!r} twice. Keep one of the two.")
 
 
 def _of_csv(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from minilm_cache.corpus.pairs import PairColumns, read_pairs
-from minilm_cache.corpus.records import Record
+from minilm_cache.corpus.records import Record, plain_text
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
 from minilm_cache.errors import CorpusError, InterruptedRunError, MiniLMCacheError, first_line
 from minilm_cache.session import ALONE, Session
@@ -69,6 +69,7 @@ def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
     if not blocks:
         raise CorpusError(f"{file} has no rows. Give texts with their vectors.")
     known = np.concatenate(blocks)
+    texts = [plain_text(text, file) if isinstance(text, str) else text for text in texts]
     _refuse_rows(texts, known, file)
     return TextVectors(texts=[str(text) for text in texts], vectors=known)
 

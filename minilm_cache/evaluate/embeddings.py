@@ -17,8 +17,10 @@ from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
+from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
+from minilm_cache.models.load import read_config
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.truncate import saving
@@ -145,7 +147,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
 
     Args:
         model: model to wrap.
-        max_length: most tokens of a text.
+        max_length: most tokens of a text; a folder that reads fewer (`max_seq_length`) reads as many.
         device: device in torch's notation, such as `cuda:0`.
 
     Raises:
@@ -153,6 +155,8 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         TeacherError: its folder has no model that is safe to load, or a pooling that cannot be computed.
     """
     tokenizer = model.tokenizer(max_length)
+    if model.pools:  # what its folder reads of a text is what it gives in use
+        max_length = min(max_length, text_length(model.folder, tokenizer, read_config(model.folder)))
     safely = {"trust_remote_code": False, "local_files_only": True}
     transformer: Transformer | _ExportedTransformer
     if model.runtime is not None:

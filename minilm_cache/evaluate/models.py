@@ -59,6 +59,7 @@ class Evaluated:
             width = read_config(self.folder).hidden_size
             pooler = load_pooler(self.folder, None, width, adds_prompts=True)
             texts += [pooler.mode, pooler.dense_sha256() or ""]
+            texts += [] if pooler.normalize else ["not scaled"]
         return sha256_texts(texts)
 
     @property

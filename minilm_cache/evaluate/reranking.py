@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -95,7 +95,7 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
                 ]
             group = {
                 QUERY: text,
-                POSITIVE: [data.documents[each] for each in data.right[query]],
+                POSITIVE: [data.documents[each] for each in _best_first(data.right[query])],
                 NEGATIVE: [data.documents[each] for each in chosen],
             }
             opened.write((json.dumps(group, ensure_ascii=False) + "\n").encode())
@@ -103,18 +103,26 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
     return Mined(path=out, queries=len(data.queries), pairs=num_pairs, lacking=lacking)
 
 
+def _best_first(grades: Mapping[str, int]) -> list[str]:
+    return sorted(grades, key=lambda document: -grades[document])
+
+
 def _hard_negatives(
     data: OwnData, vectors: tuple[Vectors, Vectors], config: MineConfig
 ) -> dict[str, list[str]]:
     """Return the nearest documents of each query that are not right, and not too near, the nearest first.
 
-    The margin is from the right document that is farthest, as sentence-transformers takes it.
+    The margin is from the right document that is farthest, as sentence-transformers takes it. A document with
+    the text of a right one is none of them.
     """
     (queries, documents), names = vectors, list(data.documents)
-    numbers, found = {name: at for at, name in enumerate(names)}, dict[str, list[str]]()
+    found, places = dict[str, list[str]](), dict[str, list[int]]()
+    for at, text in enumerate(data.documents.values()):
+        places.setdefault(text, []).append(at)
     for query, vector in zip(data.queries, queries, strict=True):
         cosines = documents @ vector
-        right = [numbers[name] for name in data.right[query]]
+        texts = {data.documents[name] for name in data.right[query]}
+        right = [at for text in texts for at in places[text]]
         farthest = float(cosines[right].min())
         cosines[right] = -np.inf
         if config.margin is not None:

@@ -149,8 +149,14 @@ Ranked = dict[str, dict[str, float]]
 
 
 def nearest(data: OwnData, queries: Vectors, documents: Vectors, *, most: int = _NEAREST) -> Ranked:
-    """Return the nearest documents of each query, and their cosines."""
-    names, run = list(data.documents), Ranked()
+    """Return the nearest documents of each query, and their cosines.
+
+    Documents of the same cosine come in an order that is drawn (seed 0), the same for all queries: their
+    names and places say which ones are right, so that these would help a model that tells nothing apart.
+    """
+    drawn = np.random.default_rng(0).permutation(len(documents))
+    documents, all_names, run = documents[drawn], list(data.documents), Ranked()
+    names = [all_names[place] for place in drawn]
     for first in range(0, len(queries), _QUERIES_AT_ONCE):
         scores = queries[first : first + _QUERIES_AT_ONCE] @ documents.T
         places_of = np.argsort(-scores, axis=1, kind="stable")[:, :most]
@@ -160,10 +166,15 @@ def nearest(data: OwnData, queries: Vectors, documents: Vectors, *, most: int = 
 
 
 def values_of(data: OwnData, run: Ranked) -> dict[str, list[float]]:
-    """Return each measure of each query."""
+    """Return each measure of each query, by the order in which documents were found."""
     right = {query: dict(grades) for query, grades in data.right.items()}
-    whole = pytrec_eval.RelevanceEvaluator(right, {"ndcg_cut_10", "recall_100"}).evaluate(run)
-    ten = {query: dict(list(found.items())[:10]) for query, found in run.items()}
+    # Not by their scores: pytrec_eval orders documents of the same score by their names.
+    places = {
+        query: {name: float(len(found) - place) for place, name in enumerate(found)}
+        for query, found in run.items()
+    }
+    whole = pytrec_eval.RelevanceEvaluator(right, {"ndcg_cut_10", "recall_100"}).evaluate(places)
+    ten = {query: dict(list(found.items())[:10]) for query, found in places.items()}
     first_right = pytrec_eval.RelevanceEvaluator(right, {"recip_rank"}).evaluate(ten)
     return {
         name: [float((first_right if key == "recip_rank" else whole)[query][key]) for query in data.queries]

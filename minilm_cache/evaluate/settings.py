@@ -221,7 +221,7 @@ class EmbeddingsConfig(FurtherTexts, ModelSettings):
     max_pairs: Annotated[int, Field(ge=2)] | None = None
     """Most pairs of the dev set. None means all of them."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a text."""
+    """Most tokens of a text; a model whose folder says that it reads fewer reads as many."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Texts of a forward pass."""
     save: Path | None = None

@@ -119,6 +119,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
         TeacherError: its folder holds no configuration of an encoder.
     """
     config = _config_of(folder)
+    if not hasattr(config, "num_attention_heads"):
+        raise TeacherError(
+            f"{folder}/config.json: models of the family {config.model_type} have no attention heads, which "
+            "relations and students are made of. Give a model of another family."
+        )
     with library_errors(f"cannot read {folder}/config.json"):
         int(config.num_attention_heads)
     return config

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import read_config
 from minilm_cache.models.student import student_config, teacher_config
@@ -17,6 +18,7 @@ from minilm_cache.objectives.check import Objective, choose_objective, live_obje
 from minilm_cache.objectives.config import ObjectiveConfig, split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
+from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, rounds_of, runs_of
 from minilm_cache.train.record import ANOTHER_MODEL, FEW_HELD_OUT, RunRecord, StudentRecord, load_record
@@ -304,9 +306,7 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
         record = load_record(run)
         if not record.complete:
             continue
-        # The folder may have been moved since the run began, and its caches with it.
-        moved = path / "caches" / Path(record.cache).name
-        place = str(moved) if moved.is_dir() else record.cache
+        place = _cache_of(path, record)
         trusted = None if is_url(place) and place != cache_place else place
         of_teacher = path / "caches" / Path(record.cache).name.partition(VIA)[0]
         compared = of_teacher if VIA in Path(record.cache).name and of_teacher.is_dir() else reference
@@ -316,6 +316,21 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
     if not opened:
         raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
     return [run if run.is_compared_with_own else replace(run, layer=layer) for run in opened]
+
+
+def _cache_of(path: Path, record: RunRecord) -> str:
+    """Return the place of the cache of a run of a chain or a study.
+
+    The folder may have been moved since the run began, and its caches with it. A cache of the same name that
+    is not the run's is that of another run.
+    """
+    moved = path / "caches" / Path(record.cache).name
+    if not moved.is_dir():
+        return record.cache
+    with suppress(MiniLMCacheError):
+        is_other = read_manifest(moved).fingerprint != record.identity.fingerprint
+        return record.cache if is_other and Path(record.cache).is_dir() else str(moved)
+    return str(moved)  # it is damaged, which whoever opens it says
 
 
 def with_short_names(runs: Sequence[TrainedRun]) -> list[TrainedRun]:

@@ -40,7 +40,7 @@ _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _COMMON: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
-_GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
+_GROUP: Final = ["cache", "recipe", "objective", "arch", "init", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
 NAMES: Final = {
     "run": "run",
@@ -125,8 +125,9 @@ def students_table(
         price_per_hour: price of the machine for an hour. None means that costs are left out.
         agreements: share of masked tokens that students predict like the teacher, by name of the run and
             shape. None means that the column is empty.
-        scores: scores on tasks by metric, of each student by its name in evaluations (run/shape). Each metric
-            is a further column, whose name begins with `SCORE`. None means that there are none.
+        scores: scores on tasks by metric, of each student by the absolute path of its run, a slash and its
+            shape. Each metric is a further column, whose name begins with `SCORE`. None means that there are
+            none.
 
     Raises:
         MiniLMCacheError: a cache, a configuration or a student is damaged.
@@ -191,7 +192,7 @@ def _with_scores(
     table: pa.Table, runs: Sequence[TrainedRun], scores: Mapping[str, Mapping[str, float]]
 ) -> pa.Table:
     """Add a column for each metric of scores on tasks."""
-    names = [f"{run.path.resolve().name}/{student.arch}" for run in runs for student in run.record.students]
+    names = [f"{run.path.resolve()}/{student.arch}" for run in runs for student in run.record.students]
     for metric in dict.fromkeys(metric for of_model in scores.values() for metric in of_model):
         values = [scores.get(name, {}).get(metric) for name in names]
         table = table.append_column(f"{SCORE}{metric}", pa.array(values, pa.float64()))
@@ -243,7 +244,7 @@ def results(*folders: str | Path, teacher: str | None = None) -> "pd.DataFrame":
 
 
 def _known_scores(study: Path) -> dict[str, dict[str, float]]:
-    """Return the scores on tasks that the table of a study has, by name of the student; empty without one."""
+    """Return the scores on tasks that the table of a study has, by run and shape; empty without one."""
     file = study / STUDENTS_FILE
     if not file.is_file():
         return {}
@@ -257,7 +258,7 @@ def _known_scores(study: Path) -> dict[str, dict[str, float]]:
     known: dict[str, dict[str, float]] = {}
     for row in table.select(["run", "arch", *metrics]).to_pylist() if metrics else ():
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
-        known[f"{row['run']}/{row['arch']}"] = scored
+        known[f"{study.resolve() / 'runs' / row['run']}/{row['arch']}"] = scored
     return known
 
 
@@ -380,7 +381,6 @@ def summary_table(students: pa.Table) -> pa.Table:
     same = [
         "run",
         "codec",
-        "init",
         "cache_bytes_per_token",
         "needed_bytes_per_token",
         "flops_per_token",

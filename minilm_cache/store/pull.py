@@ -79,18 +79,23 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
     if existing is not None:
         if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
-        if existing.complete and _is_sound(out):
+        lacking = sorted(manifest.files.keys() - existing.files.keys())
+        is_same_dump = INDEX in existing.files and existing.files.items() <= manifest.files.items()
+        if lacking and is_same_dump and existing.complete:
+            session.progress.note(f"{out} holds this cache already, without {', '.join(lacking)}")
+        elif existing.complete and _is_sound(out):
             session.progress.note(f"{out} holds this cache already: nothing to do")
             num_shards = len(read_ranges(out, existing))
             return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
-        if existing != manifest:
+        elif existing != manifest:
             raise IdentityMismatchError(
                 f"{out} holds this cache, but unfinished, or damaged and of another dump. Repeat its "
                 "`minilm-cache dump` command, or remove the folder and pull again."
             )
-        session.progress.note(
-            f"{out} holds this cache, but damaged: fetching what is not as it was committed"
-        )
+        else:
+            session.progress.note(
+                f"{out} holds this cache, but damaged: fetching what is not as it was committed"
+            )
         copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session)
         return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
     if out.exists() and not (out.is_dir() and is_vacant(out)):

@@ -29,6 +29,8 @@ from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, nu
 def push(root: Path, store_url: str, *, session: Session, full: bool = False) -> TransferResult:
     """Copy a complete cache into a folder of a store that is named by the cache; existing files stay.
 
+    So do files that the store's cache has and this one lacks, such as the teacher's weights.
+
     Args:
         root: folder of the cache.
         store_url: URL or path of the store.
@@ -58,6 +60,7 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         )
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
+    kept = _kept(existing, manifest, target.url)
     target.remove_leftovers()
     session.progress.start("push", num_bytes(manifest, reader.records), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
@@ -65,7 +68,9 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         for_each(sender.send_shard, range(num_shards), should_stop=session.should_stop, place=target.url)
     )
     content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
-    if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
+    if kept:
+        session.progress.note(f"{target.url} has {', '.join(kept)}, too, which {root} lacks: kept there")
+    elif target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
         target.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the folder
         target.write(MANIFEST, content)
     elif not (copied or any(sent)):
@@ -73,6 +78,22 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     return TransferResult(
         place=target.url, manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
     )
+
+
+def _kept(existing: CacheManifest | None, ours: CacheManifest, url: str) -> list[str]:
+    """Return the files that a store's cache has and ours lacks.
+
+    Raises:
+        IdentityMismatchError: ours has others that the store's lacks, so that neither manifest names all.
+    """
+    kept = [] if existing is None else sorted(existing.files.keys() - ours.files.keys())
+    lacking = [] if existing is None else sorted(ours.files.keys() - existing.files.keys())
+    if kept and lacking:
+        raise IdentityMismatchError(
+            f"{url} has {', '.join(kept)}, which this copy lacks, and lacks {', '.join(lacking)}. Pull the "
+            "cache first, and push that."
+        )
+    return kept
 
 
 def _complete_manifest(target: RemoteFolder) -> CacheManifest | None:

@@ -17,7 +17,7 @@ from minilm_cache.storage_schema.upgrades import OBJECTIVE_OF_RUNS, refuse_lacki
 from minilm_cache.store.durable import bounded_bytes, regular_bytes, storage_errors, write_file
 from minilm_cache.store.layout import described_otherwise
 from minilm_cache.store.urls import without_secrets
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
 from minilm_cache.wording import differing_values
@@ -288,10 +288,18 @@ class RunRecord(_Record):
 
     @property
     def recipe(self) -> str:
-        """Hash of the identity without shapes and seed, which runs of several seeds share."""
+        """Hash of the identity without shapes and seed, which runs of several seeds share.
+
+        Weights that are taken from the cache's teacher follow from the rest: their hash, which is over all
+        shapes of a run, is left out, and the table says how each student began.
+        """
         content = self.identity.model_dump(mode="json", exclude={"arch", "seed"})
         if self.init_recipe is not None:
             content["init"] = self.init_recipe  # the weights themselves differ by seed
+        elif self.init_teacher is None and all(
+            student.init in (RANDOM, *FROM_TEACHER) for student in self.students
+        ):
+            content["init"] = self.init_layers
         if self.continued_at:
             content["continued_at"] = self.continued_at
         return canonical_sha256(content)[:12]

@@ -47,7 +47,7 @@ from minilm_cache.workflows.config import (
     refuse_other_objective,
 )
 from minilm_cache.workflows.study_preview import cache_state, run_state
-from minilm_cache.workflows.study_source import Source
+from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Source
 
 SETTINGS_FILE = "settings.json"
 _MAX_SLUG: Final = 64
@@ -135,7 +135,7 @@ def read_chain(
     stated = {name: value for name, value in recipe.items() if name not in train}
     training = _settings(source, TrainConfig, "train", stated=stated, given=train)
     served = {"for": (training.objective, training.first or training.objective)}
-    own = {} if source is None else source.with_paths(document.dump)
+    own = {} if source is None else source.with_paths(document.dump, *PATHS_OF_DUMPS)
     dumping = _settings(
         source,
         DumpConfig,

@@ -14,6 +14,7 @@ from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCa
 from minilm_cache.store.creation import BEGUN
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST
+from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs_in
@@ -66,9 +67,29 @@ def find_removal(name: str, home: Path) -> Removal:
         raise CacheNotFoundError(
             f"there is no cache or run {name}, neither here nor in {home}. `minilm-cache ls` lists them."
         )
-    if path.is_symlink() or not (is_run(path) or (path / MANIFEST).is_file()):
+    if path.is_symlink() or not (_is_run(path) or _is_cache(path)):
         raise InvalidConfigError(f"{path} is neither a cache nor a run. Remove it by other means.")
     return Removal(path=path, num_bytes=_num_bytes(path), needed_by=tuple(_needing(path, home)))
+
+
+def _is_cache(path: Path) -> bool:
+    """Return whether a folder is a cache: other folders may have a file called manifest.json, too."""
+    if not (path / MANIFEST).is_file():
+        return False
+    with suppress(MiniLMCacheError):
+        read_manifest(path)
+        return True
+    return (path / "zarr.json").is_file() and (path / "tokens").is_dir()  # it is damaged
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a folder is a run: its record can be read, or is damaged and has the files of one."""
+    if not is_run(path):
+        return False
+    with suppress(MiniLMCacheError):
+        load_record(path)
+        return True
+    return RunFolder(path=path).log.is_file()
 
 
 def _find_remote(url: str, home: Path) -> Removal:
@@ -159,9 +180,17 @@ def _empty(removed: Path) -> None:
 
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
-    """Yield the runs of the home, here and next to a folder that name it as their cache or beginning."""
-    for run, places in _runs(home / "runs", path.parent, Path()):
-        if run.resolve() != path.resolve() and path.resolve() in map(_resolved, places):
+    """Yield the runs of the home, here and next to a folder that name it as their cache or beginning.
+
+    Beside the folder of a study's or a chain's caches lies that of its runs, which may have moved together.
+    """
+    path = path.resolve()
+    beside = path.parent.parent / "runs"
+    for run, places in _runs(home / "runs", path.parent, Path(), beside):
+        found = [_resolved(place) for place in places]
+        has_moved = run.parent == beside and path.parent.name == "caches"
+        moved = [path.parent / each.name for each in found if has_moved and each and not each.exists()]
+        if run.resolve() != path and path in [*found, *moved]:
             yield run
 
 

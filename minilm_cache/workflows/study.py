@@ -283,7 +283,7 @@ def _compare(
         device=study.passes[0].config.device,
         price_per_hour=study.price_per_hour,
         agreements=_agreements(runs, teacher, masked),
-        scores=scores,
+        scores={f"{folder.resolve() / 'runs'}/{model}": found for model, found in scores.items()},
     )
     summary = _write_tables(students, folder)
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None

@@ -8,11 +8,18 @@ from typing import Any, Final, NoReturn
 import yaml
 from pydantic import ValidationError
 
+from minilm_cache.corpus.formats import PYTHON_DOCS
 from minilm_cache.errors import InvalidConfigError, first_line
-from minilm_cache.settings import Settings, first_problem
+from minilm_cache.models.locate import ALIASES, MINI
+from minilm_cache.settings import OF_CACHE, OF_TEXTS, Settings, first_problem
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.store.urls import is_url, place_of
+from minilm_cache.train.config import FROM_TEACHER, RANDOM
 
+PATHS_OF_DUMPS: Final = ("teacher", "corpus")
+"""Settings of a dump that may be paths."""
+_NO_PATHS: Final = frozenset({MINI, *ALIASES, PYTHON_DOCS, RANDOM, *FROM_TEACHER, OF_TEXTS, OF_CACHE})
+"""Values of settings that may be paths, and are none."""
 _MAX_BYTES: Final = 2**20
 _MAX_DIGITS: Final = 72
 """Most characters of a whole number: 64 binary digits, and what separates them."""
@@ -73,11 +80,28 @@ class Source:
                 f"{self.path}: {path}: {first_line(error)}. Give the whole path."
             ) from error
 
-    def with_paths(self, dump: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings of a dump whose teacher and corpus are resolved where they are paths that exist."""
-        texts = {key: dump[key] for key in ("teacher", "corpus") if isinstance(dump.get(key), str)}
-        paths = {key: self.resolve(value) for key, value in texts.items()}
-        return {**dump, **{key: str(path) for key, path in paths.items() if path.exists()}}
+    def with_paths(self, settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+        """Return settings in which these keys, where their values are paths that exist, have whole paths.
+
+        What is a name for a command is one here, whatever is beside the document.
+
+        Raises:
+            InvalidConfigError: a value is a path in the current folder, and none beside the document.
+        """
+        found = dict(settings)
+        for key in keys:
+            value = settings.get(key)
+            if not isinstance(value, str) or value in _NO_PATHS:
+                continue  # the check of the settings says what is wrong with other types
+            path = self.resolve(value)
+            if path.exists():
+                found[key] = str(path)
+            elif Path(value).exists():
+                raise InvalidConfigError(
+                    f"{self.path}, {key}: there is no {path}. Paths are relative to the document, and "
+                    f"{value} is in the current folder: give the path from the document, or the whole one."
+                )
+        return found
 
     def with_caches(self, training: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings of a training in which paths of caches and labels are absolute; URLs stay."""

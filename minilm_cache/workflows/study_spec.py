@@ -25,7 +25,7 @@ from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_c
 from minilm_cache.train.folder import VIA, RunFolder, arch_slug
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, naming_settings
-from minilm_cache.workflows.study_source import Location, Source
+from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
 ASSISTANT: Final = "-assistant"
@@ -472,7 +472,7 @@ def _cache(
                 source.fail(
                     (*base, key), "a study dumps in one process; dump by hand, then give {cache: FOLDER}"
                 )
-    values = source.with_paths({**document.dump, **settings})
+    values = source.with_paths({**document.dump, **settings}, *PATHS_OF_DUMPS)
     locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
     locate |= dict.fromkeys(settings, location)
     locate = {"teacher": ("dump",), **locate, "": location}
@@ -503,10 +503,10 @@ def _training(
     for key, place in _NOT_IN_TRAIN.items():
         if key in document.train:
             source.fail(("train", key), f"a study varies this; give it under {place}")
-    given = dict(document.train)
+    given = source.with_paths(document.train, "init", "init_teacher", "vocab")
     preset = _preset(source, given.pop("preset", None))
     if init is not None:
-        given["init"] = _init(source, init)
+        given |= source.with_paths({"init": init}, "init")
     values = with_preset(preset, {**given, **source.with_caches(choice.settings)})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= dict.fromkeys(choice.settings, ("objective", index))
@@ -514,12 +514,6 @@ def _training(
     arch = choice.arch or document.arch
     values = {"keep_checkpoints": 0, **values, "arch": arch, "seed": seed}
     return source.check(TrainConfig, values, locate)
-
-
-def _init(source: Source, init: str) -> str:
-    """Return a value of `init`; a folder is looked for where the document lies."""
-    is_folder = init not in (RANDOM, *FROM_TEACHER) and source.resolve(init).is_dir()
-    return str(source.resolve(init)) if is_folder else init
 
 
 def _preset(source: Source, name: object) -> str | None:
@@ -546,8 +540,7 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
     name = document.dump.get("teacher")
     if not isinstance(name, str):
         return None
-    path = source.resolve(name)
-    return str(path) if path.is_dir() else name, document.dump.get("revision")
+    return source.with_paths(document.dump, "teacher")["teacher"], document.dump.get("revision")
 
 
 def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:

@@ -180,3 +180,37 @@ def test_a_cache_below_another_is_kept(world: World, command: Command, store: st
     assert command("rm", below, "--yes")[0] == 0
     assert command("rm", url, "--yes")[0] == 0
     assert open_store(url).sizes() == {}
+
+
+def test_other_folders_with_the_same_file_names_stay(tmp_path: Path, command: Command) -> None:
+    """Web applications have a manifest.json, too."""
+    for name, content in (("manifest.json", '{"name": "app", "icons": []}'), ("run.json", "{}")):
+        folder = tmp_path / name.replace(".", "-")
+        (folder / "src").mkdir(parents=True)
+        (folder / name).write_text(content)
+        command.fails("rm", folder, "--yes", "--force", code=2, says="neither a cache nor a run")
+        assert (folder / "src").is_dir()
+
+
+def test_damaged_caches_and_runs_can_be_removed(world: World, run: Path, command: Command) -> None:
+    for folder, name in ((run, "run.json"), (world.root / "cache", "manifest.json")):
+        (folder / name).write_text("{")
+        assert command("rm", folder, "--yes")[0] == 0
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_runs_of_a_study_need_is_kept(world: World, command: Command, *, moved: bool) -> None:
+    """The caches of a study and its runs are not in one folder; they may have moved together."""
+    study, cache = world.root / "study", world.root / "study/caches/one"
+    world.dump("study/caches/one")
+    for name in ("a", "b"):
+        words = ("--arch", "1x32", "--steps", 1, "--out", study / "runs" / name)
+        assert command("train", cache, *words)[0] == 0
+    if moved:
+        study = study.rename(world.root / "elsewhere")
+        cache = study / "caches/one"
+    command.fails("rm", cache, "--yes", code=2, says="is needed by a, b")
+    for name in ("a", "b"):
+        assert command("rm", study / "runs" / name, "--yes")[0] == 0
+    assert command("rm", cache, "--yes")[0] == 0

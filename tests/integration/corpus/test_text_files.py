@@ -140,7 +140,9 @@ REFUSED: list[tuple[str, bytes | str, str]] = [
     ("a.jsonl", '["a"]\n["b"]\n', "the array is not JSON"),
     ("a.jsonl", '["a", "b"]\n', "element 0 of its array .* holds a text"),
     ("a.jsonl", '{"text": "a"}\n"b"\n', "line 2 holds a text, where a record"),
-    ("a.jsonl", '{"text": "a", "text": "b"}\n', "column 'text' twice"),
+    ("a.jsonl", '{"text": "a", "text": "b"}\n', "line 1 has column 'text' twice"),
+    ("a.jsonl", '[{"text": "z"}, {"text": "a", "\\u0074ext": "b"}]\n', "element 1 has column 'text' twice"),
+    ("a.jsonl", '[{"text": "a", "x": {"text": 1}, "text": "b"}]\n', "element 0 has column 'text' twice"),
     ("a.jsonl", '{"text": "a"}\n{"body": "b"}\n', "record 1 .* has no text"),
     ("a.jsonl", '{"text": true}\n', "holds true or false, not text"),
     ("a.csv", "text,text \na,b\n", "two columns of one name"),
@@ -167,6 +169,18 @@ def test_what_is_no_text_is_named_with_its_record(
             False,
             len(json.loads(out or "{}")),
         )
+
+
+def test_words_of_a_column_may_stand_elsewhere_in_a_record(tmp_path: Path) -> None:
+    rows = [{"text": "a", "kind": "text"}, {"text": "b", "meta": {"text": "z"}, "tags": ["text", "text"]}]
+    for name, content in (
+        ("array", json.dumps(rows)),
+        ("lines", "\n".join(json.dumps(row) for row in rows)),
+        ("nested", '[{"text": "a"}, {"text": "b", "meta": {"text": "x", "text": "y"}}]'),
+    ):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(content)
+        assert list(load_corpus(str(file)).texts()) == ["a", "b"]
 
 
 def test_parquet_is_read_by_column(tmp_path: Path) -> None:

@@ -234,3 +234,15 @@ def test_mutated_vectors_are_read_or_one_line(world: World) -> None:
             assert np.isfinite(read.vectors).all()
     assert errors
     assert not [error for error in errors if "\n" in error]
+
+
+def test_marks_at_the_beginning_of_texts_are_no_text(world: World) -> None:
+    texts = world.corpus.read_text().strip().split("\n\n")
+    plain = ImportConfig(vectors=str(write_vectors(world)), tokenizer=str(world.teacher), max_length=32)
+    expected = import_vectors(plain, out=world.root / "plain")
+    marked = write_vectors(world, text=[f"\ufeff{texts[0]}", *texts[1:]])
+    found = import_vectors(plain.with_changes(vectors=str(marked)), out=world.root / "marked")
+    assert open_cache(found.path)[0].input_ids.tolist() == open_cache(expected.path)[0].input_ids.tolist()
+    alone = write_vectors(world, text=["\ufeff", *texts[1:]])
+    with pytest.raises(CorpusError, match=r"row 0 .* has a vector without a text"):
+        import_vectors(plain.with_changes(vectors=str(alone)), out=world.root / "alone")

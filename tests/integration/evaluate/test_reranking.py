@@ -10,6 +10,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
+from transformers import AutoModelForSequenceClassification
 
 from tests.conftest import Command
 from tests.integration.evaluate.test_retrieval import models, questions, write_beir
@@ -149,3 +150,37 @@ def test_what_does_not_rank_is_one_line(tmp_path: Path, models: Models, file: Pa
         code=2,
         says="is a run of 2 students. Name the folder",
     )
+
+
+def test_a_reranker_that_tells_nothing_apart_leaves_the_order(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    folder = save_teacher(tmp_path / "constant", head="sequences", num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.save_pretrained(folder)
+    words = ("--retrieval", file, "--first-stage", models[0], "--max-length", 32, "--json")
+    code, printed, err = command("rerank", folder, *words)
+    assert code == 0, err
+    first, constant = json.loads(printed)["models"]
+    for name in ("ndcg_at_10", "mrr_at_10"):
+        assert constant[name] == first[name]
+
+
+def test_what_is_mined_has_the_best_first_and_no_text_twice(
+    tmp_path: Path, models: Models, command: Command
+) -> None:
+    rows = questions(6)
+    write_beir(tmp_path / "beir", rows)
+    qrels = tmp_path / "beir/qrels/test.tsv"
+    answer, other = (row["answer"] for row in rows[:2])
+    with (tmp_path / "beir/corpus.jsonl").open("a") as opened:
+        opened.write(json.dumps({"_id": "again", "text": answer}) + "\n")
+    qrels.write_text("Q0\tD0\t1\nQ0\tD1\t2\n")
+    out = tmp_path / "mined.jsonl"
+    words = ("--negatives", 4, "--among", 4, "--max-length", 32, "--out", out)
+    code, _, err = command("mine", models[0], "--retrieval", tmp_path / "beir", *words)
+    assert code == 0, err
+    (group,) = rows_of(out)
+    assert group["positive"] == [other, answer]
+    assert answer not in group["negative"]

@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from transformers import AutoModel
 
-from minilm_cache.evaluate.own_data import read_own_data
-from minilm_cache.evaluate.retrieval import measured
+from minilm_cache.errors import CorpusError
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import find_models
+from minilm_cache.evaluate.own_data import OwnData, read_own_data
+from minilm_cache.evaluate.retrieval import measured, values_of
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import VOCABULARY, save_teacher
@@ -179,3 +184,75 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
         command.fails(*words, folder, code=1, says=says)
     qrels.unlink()
     command.fails(*words, folder, code=1, says=("cannot read", "BEIR's layout"))
+
+
+def test_a_model_that_tells_nothing_apart_ranks_by_chance(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    """Names of documents say which ones are right, and must not decide between equal scores."""
+    with torch.no_grad():
+        model = AutoModel.from_pretrained(models[0])
+        last = model.encoder.layer[-1].output.LayerNorm
+        last.weight.zero_()
+        last.bias.fill_(1)
+    model.save_pretrained(models[0])
+    rows = [
+        {"question": f"ba bi {VOCABULARY[5 + at]}", "answer": f"ca {VOCABULARY[5 + at]}"} for at in range(8)
+    ]
+    file, texts = tmp_path / "questions.jsonl", tmp_path / "texts.txt"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = np.random.default_rng(1).choice(VOCABULARY[5:29], (192, 5))
+    texts.write_text("\n".join(sorted({" ".join(row) for row in drawn})) + "\n")
+    words = ("--retrieval", file, "--corpus", texts, "--documents", "lines", "--max-length", 32, "--json")
+    code, out, err = command("embeddings", models[0], *words)
+    assert code == 0, err
+    (found,) = json.loads(out)["retrieval"]
+    assert found["ndcg_at_10"]["mean"] < 15
+    assert found["mrr_at_10"]["mean"] < 15
+    assert found["recall_at_100"]["mean"] < 90
+
+
+def test_measures_agree_on_the_order_of_equal_scores() -> None:
+    """The first of ten documents of one score is the right one, whatever they are called."""
+    documents = {name: name for name in ("b", "a", "c")}
+    data = OwnData(queries={"q": "?"}, documents=documents, right={"q": {"b": 1}})
+    for place, order in enumerate((["b", "a", "c"], ["a", "b", "c"], ["c", "a", "b"]), 1):
+        values = values_of(data, {"q": dict.fromkeys(order, 0.5)})
+        at = order.index("b") + 1
+        assert at == place
+        assert values["mrr_at_10"] == [pytest.approx(1 / at)]
+        assert values["ndcg_at_10"] == [pytest.approx(1 / np.log2(1 + at))]
+
+
+def test_a_text_is_read_as_far_as_the_folder_reads_it(tmp_path: Path) -> None:
+    folder = save_teacher(tmp_path / "short")
+    save_encoder(folder, "mean", max_length=6)
+    texts = [" ".join(VOCABULARY[5:25])]
+    (model,) = find_models([str(folder)], None, untrained=False)
+    own = SentenceTransformer(str(folder), device="cpu").encode(texts, normalize_embeddings=True)
+    assert sentence_encoder(model, 32, "cpu").encode(texts) == pytest.approx(own, abs=1e-6)
+    shorter = sentence_encoder(model, 4, "cpu").encode(texts)
+    assert np.abs(shorter - own).max() > 1e-3
+
+
+def test_names_of_several_texts_and_marks(tmp_path: Path) -> None:
+    write_beir(tmp_path / "beir", questions(6))
+    whole = read_own_data(tmp_path / "beir")
+    qrels = tmp_path / "beir/qrels/test.tsv"
+    qrels.write_bytes(b"\xef\xbb\xbf" + qrels.read_bytes())
+    assert read_own_data(tmp_path / "beir") == whole
+    for name, again in (
+        ("corpus", {"_id": "D0", "text": "other"}),
+        ("queries", {"_id": "Q0", "text": "other"}),
+    ):
+        file = tmp_path / "beir" / f"{name}.jsonl"
+        rows = file.read_text()
+        file.write_text(rows + rows.split("\n", 1)[0] + "\n")  # the same text once more says nothing else
+        assert read_own_data(tmp_path / "beir") == whole
+        file.write_text(rows + json.dumps(again) + "\n")
+        number = len(rows.splitlines()) + 1
+        with pytest.raises(
+            CorpusError, match=rf"{name}.jsonl, line {number}: _id '{again['_id']}' was that of"
+        ):
+            read_own_data(tmp_path / "beir")
+        file.write_text(rows)

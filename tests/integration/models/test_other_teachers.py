@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoTokenizer,
+    FNetConfig,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -23,6 +24,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
@@ -456,3 +458,9 @@ def test_a_pair_goes_from_a_list_to_a_gradient_as_in_plain_transformers() -> Non
     for name, weight in student.named_parameters():
         if name in gradients:
             torch.testing.assert_close(gradients[name], weight.grad)
+
+
+def test_a_family_without_heads_is_named(tmp_path: Path) -> None:
+    FNetConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path / "fnet")
+    with pytest.raises(TeacherError, match="models of the family fnet have no attention heads"):
+        read_config(tmp_path / "fnet")

@@ -362,3 +362,31 @@ def test_a_disk_that_is_too_small_is_noticed_before_a_pull(
     assert not (world.root / "elsewhere").exists()
     pull(url, world.root / "elsewhere", session=Session())
     assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
+
+
+def test_weights_that_a_copy_lacks_stay_in_the_store(world: World, command: Command, store: str) -> None:
+    """They were dropped from the manifest, so that nobody else got them; and a pull did not fetch them."""
+    weights = "teacher/model.safetensors"
+    plain, whole = world.root / "cache", world.root / "whole"
+    world.dump()
+    url = pushed(world, store)
+    shutil.copytree(plain, whole)
+    world.dump("whole", keep_weights=True)
+    code, _, err = command("push", whole, store)
+    assert code == 0, err
+    assert weights in open_store(url).sizes()
+    code, out, err = command("push", plain, store)
+    assert code == 0, err
+    assert f"has {weights}, too" in err
+    assert "0 copied, 6 were there" in out
+
+    code, _, err = command("pull", url, "--out", world.root / "new")
+    assert code == 0, err
+    assert (world.root / "new" / weights).read_bytes() == (whole / weights).read_bytes()
+    code, _, err = command("pull", url, "--out", plain)
+    assert code == 0, err
+    assert f"without {weights}" in err
+    assert (plain / weights).read_bytes() == (whole / weights).read_bytes()
+    assert manifest_of(plain) == manifest_of(whole)
+    assert command("verify", "--full", plain)[0] == command("verify", "--full", url)[0] == 0
+    assert "nothing to do" in command("pull", url, "--out", plain)[2]

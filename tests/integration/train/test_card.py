@@ -7,6 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from minilm_cache.cache import open_cache
 from minilm_cache.session import Session
 from minilm_cache.train.card import student_card
 from minilm_cache.train.run import train_students
@@ -59,3 +60,18 @@ def test_the_teacher_is_the_base_model_where_it_is_on_the_hub(world: World) -> N
         assert data.base_model == base_model
         known = teacher in {"mini", "bert-base"}
         assert (data.license, data.language) == (("apache-2.0", "en") if known else (None, None))
+
+
+def test_a_card_names_the_step_of_its_weights(world: World) -> None:
+    world.dump()
+    config = settings(arch=("1x16",), steps=3)
+    result = train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
+    (student,) = result.record.students
+    manifest = open_cache(world.root / "cache").manifest
+    for step, is_named in ((None, False), (3, False), (2, True)):
+        record = student.model_copy(update={"best_step": step})
+        card = student_card(manifest, result.record.identity, record=record, untrained=[], head=None)
+        assert (
+            "seed 0; the weights are those of step 2, whose held-out loss was the least\n" in card
+        ) == is_named
+        assert ("seed 0\n- begun with" in card) == (not is_named)
