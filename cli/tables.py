@@ -110,19 +110,20 @@ def print_summary(summary: "pa.Table") -> None:
         print_pairs({NAMES[name]: rows[0][name] for name in shared})
     measured = measures(summary)
     headings = [NAMES[name] for name in differing]
+    named = [["-" if row[name] is None else str(row[name]) for name in differing] for row in rows]
     priced = ["cost"] if summary["cost"].null_count < len(summary) else []
     print_table(
         "Measured on held-out sequences, and scores on tasks: mean over seeds +- standard deviation. KLs are "
         "in nats",
         [*headings, *map(_heading, measured), "seeds"],
-        [[*map(row.get, differing), *_kls(row, measured), str(row["seeds"])] for row in rows],
+        [[*names, *_kls(row, measured), str(row["seeds"])] for names, row in zip(named, rows, strict=True)],
     )
     print_table(
         "Speed: of the teacher = 1. Read: by the whole pass. Seconds: a student's share of its pass",
         [*headings, "parameters", "of layers", "MFLOPs/token", "speed", "read", "seconds", *priced],
         [
-            [*map(row.get, differing), *_costs(row), *(number_text(row[name]) for name in priced)]
-            for row in rows
+            [*names, *_costs(row), *(number_text(row[name]) for name in priced)]
+            for names, row in zip(named, rows, strict=True)
         ],
     )
 

@@ -53,7 +53,7 @@ from minilm_cache.report.tables import (
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import storage_errors, write_file
-from minilm_cache.wording import counted, number_text, printable
+from minilm_cache.wording import counted, number_text
 
 MAX_STUDENTS: Final = 8
 """Most students whose maps and layers are shown; tables and curves show all students."""
@@ -134,7 +134,7 @@ def write_report(
             **_student_values(runs, students, teachers_scores or {}),
             **_figure_values(runs, students, searches),
             **_comparison_values(runs, shown, compared),
-            "provenance": [(printable(run.path.name), provenance(run, paths=paths)) for run in runs],
+            "provenance": [(run.label, provenance(run, paths=paths)) for run in runs],
         }
     )
     content = page.encode(errors="backslashreplace")

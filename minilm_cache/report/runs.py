@@ -1,6 +1,7 @@
 """Complete runs, opened with the caches that they were trained from."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -335,9 +336,19 @@ def _cache_of(path: Path, record: RunRecord) -> str:
 
 def with_short_names(runs: Sequence[TrainedRun]) -> list[TrainedRun]:
     """Return runs whose names have no digests of settings, where they stay apart without."""
+    folders = folder_names([run.path for run in runs])
     names = _short([run.name for run in runs], _OF_ASSISTANT)
-    labels = _short([run.label for run in runs], _OF_ASSISTANT, _OF_PASS)
-    return [replace(run, name=names[run.name], label=labels[run.label]) for run in runs]
+    labels = _short(folders.values(), _OF_ASSISTANT, _OF_PASS)
+    return [replace(run, name=names[run.name], label=labels[folders[run.path]]) for run in runs]
+
+
+def folder_names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Return the names of folders, with those of the folders around them where several have one name."""
+    counts = Counter(folder.name for folder in set(folders))
+    return {
+        folder: printable(folder.name if counts[folder.name] == 1 else "/".join(folder.resolve().parts[-2:]))
+        for folder in folders
+    }
 
 
 def short_models(models: Iterable[str]) -> dict[str, str]:

@@ -25,13 +25,12 @@ from minilm_cache.models.student import ModelSize, Timed, inference_rates, model
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import Objective
 from minilm_cache.report.compare import check_is_teacher_of, held_out_cosine, is_teacher_of, live_held_out_kl
-from minilm_cache.report.runs import TrainedRun, open_runs, with_short_names
+from minilm_cache.report.runs import TrainedRun, folder_names, open_runs, with_short_names
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
-from minilm_cache.wording import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,6 +45,7 @@ NAMES: Final = {
     "run": "run",
     "cache": "cache",
     "objective": "objective",
+    "teacher_layer": "layer of the teacher",
     "arch": "student",
     "init": "began with",
     "kl_to": "KL to",
@@ -66,6 +66,7 @@ STUDENTS: Final = pa.schema(
         ("cache_bytes_per_token", pa.float64()),
         ("needed_bytes_per_token", pa.float64()),
         ("objective", pa.string()),
+        ("teacher_layer", pa.int64()),
         ("arch", pa.string()),
         ("init", pa.string()),
         ("seed", pa.int64()),
@@ -140,21 +141,22 @@ def students_table(
     sizes = {name: model_size(model.config, model.length) for name, model in models.items()}
     rates = inference_rates(models, choose_device(device))
     losses = {run.path: _losses(run, teacher) for run in runs}
+    folders = folder_names([run.path for run in runs])
     rows = []
     for run, teacher_name, names in zip(runs, teachers, added, strict=True):
         kls, common, kl_to = _held_out(run, teacher)
         shares = _shares(run, [sizes[name] for name in names])
         for student, name, share in zip(run.record.students, names, shares, strict=True):
             own_s = None if run.record.train_s is None else run.record.train_s * share
-            row = {**_run_columns(run), **_name_columns(run, student), "own_train_s": own_s}
+            row = {"run": folders[run.path], **_run_columns(run), **_name_columns(run, student)}
+            row |= {"own_train_s": own_s, "kl_to": kl_to, "kl_common": common.get(student.arch)}
             row |= {"diverged_at": student.diverged_at, "held_out_loss": losses[run.path][student.arch][0]}
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
             row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
-            row |= {"kl_to": kl_to, "kl_common": common.get(student.arch), **asdict(sizes[name])}
-            row["num_parameters"] = sizes[name].num_parameters + num_map_weights(run.folder(student))
-            row |= _kl_columns(kls.get(student.arch))
+            row |= {**asdict(sizes[name]), **_kl_columns(kls.get(student.arch))}
+            row["num_parameters"] += num_map_weights(run.folder(student))
             rows.append({column: row.get(column) for column in STUDENTS.names})
     table = _with_parts(pa.Table.from_pylist(rows, schema=STUDENTS), runs, losses)
     return _with_scores(table, runs, scores or {})
@@ -289,13 +291,13 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
     return {
-        "run": printable(run.path.name),
         "recipe": run.record.recipe,
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
         "needed_bytes_per_token": run.bytes_per_token,
         "objective": identity.in_words(),
+        "teacher_layer": identity.teacher_layer if identity.spec.one_layer else None,
         "steps": identity.steps,
         "students_in_pass": len(identity.arch),
         "bytes_read": run.record.bytes_read,
@@ -381,6 +383,7 @@ def summary_table(students: pa.Table) -> pa.Table:
     same = [
         "run",
         "codec",
+        "teacher_layer",
         "cache_bytes_per_token",
         "needed_bytes_per_token",
         "flops_per_token",
@@ -424,7 +427,12 @@ def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
     """
     shown = summary.select([name for name in NAMES if name != "run"])
     is_unique = len(shown.group_by(shown.column_names).aggregate([])) == len(shown)
-    left_out = {"run": is_unique, "kl_to": "kl_sum" not in measures(summary)}
+    of_one_layer = len(set(summary["teacher_layer"].to_pylist()) - {None}) <= 1
+    left_out = {
+        "run": is_unique,
+        "kl_to": "kl_sum" not in measures(summary),
+        "teacher_layer": of_one_layer,
+    }
     names = [name for name in NAMES if not left_out.get(name)]
     differing = [name for name in names if name == "arch" or len(summary[name].unique()) > 1]
     return differing, [name for name in names if name not in differing]

@@ -426,3 +426,15 @@ def test_other_teachers_and_folders_are_refused(trained: World, command: Command
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/run.json").write_text(json.dumps({**record, "complete": False}))
     command.fails("report", tmp_path / "run", code=1, says="is not complete. Finish it")
+
+
+def test_runs_of_one_name_are_told_apart(world: World, command: Command) -> None:
+    world.dump()
+    for number, folder in enumerate(("x", "y")):
+        words = ("--arch", "1x16", "--steps", 3 + number, "--out", world.root / folder / "run")
+        assert command("train", world.root / "cache", *words)[0] == 0
+    page = world.root / "page.html"
+    code, out, err = command("report", world.root / "x/run", world.root / "y/run", "--out", page, "--json")
+    assert code == 0, err
+    assert [row["run"] for row in json.loads(out)["students"]] == ["x/run", "y/run"]
+    assert "1x16, x/run" in page.read_text()

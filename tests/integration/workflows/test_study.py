@@ -647,3 +647,22 @@ def test_paths_are_those_from_the_document(
     study = read_study(inner / "study.yaml")
     assert study.teacher == ("mini", None)
     assert study.passes[0].config.init == "slice"
+
+
+def test_tables_name_the_layer_where_students_learn_from_several(world: World, command: Command) -> None:
+    """Losses to different layers cannot be compared, so nobody may take their rows for equal ones."""
+    caches = "\n  one: {codec: vectors, max_kl: 0.05, layers: all, for: [minilm, embedding], pooling: mean}"
+    both = " [{objective: minilm, teacher_layer: 0}, {objective: minilm, teacher_layer: 1}, embedding]"
+    study = document(world, caches=caches, objective=both, arch=" [1x16]", seed=" [0]")
+    code, out, err = command("study", study)
+    assert code == 0, err
+    assert "layer of the teacher" in out
+    rows = pq.read_table(world.root / "shapes/students.parquet").select(["objective", "teacher_layer"])
+    assert rows.to_pylist() == [
+        {"objective": "minilm", "teacher_layer": 0},
+        {"objective": "minilm", "teacher_layer": 1},
+        {"objective": "embedding", "teacher_layer": None},
+    ]
+    page = (world.root / "shapes/report.html").read_text()
+    assert '<td class="name">1</td>' in page
+    assert '<td class="name">None</td>' not in page
