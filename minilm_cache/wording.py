@@ -4,11 +4,13 @@ import difflib
 import html
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 _LONGEST: Final = 200
 """Most characters of a value in a message."""
+_MOST_NAMES: Final = 5
+"""Most names of a list in a message, where more than one are left out."""
 _HASH: Final = re.compile("([0-9a-f]{13})[0-9a-f]{11,}")
 """A hash, and its beginning."""
 
@@ -23,6 +25,14 @@ def number_text(value: int | float | None, digits: int = 4) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, which takes an s unless the number is 1."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return names with commas between them: the first ones, and how many more there are."""
+    left = len(names) - _MOST_NAMES
+    if left <= 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:_MOST_NAMES])} and {left:,} more"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
-from minilm_cache.wording import Described
+from minilm_cache.wording import Described, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +177,7 @@ def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary
         if models:
             yield (
                 f"{task} {name}".strip() + ": not to be told from chance with so few examples or so little "
-                f"training: {', '.join(models)} (accuracy of the training set's commonest class "
+                f"training: {some_of(models)} (accuracy of the training set's commonest class "
                 f"for every text: {shares})"
             )
 

@@ -23,7 +23,7 @@ from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, rounds_of, runs_of
 from minilm_cache.train.record import ANOTHER_MODEL, FEW_HELD_OUT, RunRecord, StudentRecord, load_record
-from minilm_cache.wording import Described, counted, printable
+from minilm_cache.wording import Described, counted, printable, some_of
 
 _COMPARED_SETTINGS: Final = {
     "arch",
@@ -375,8 +375,8 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
     ]
     if worse:
         lines.append(
-            "These ended worse than with the weights that training began with: "
-            f"{', '.join(worse)}. Give more steps, a lower rate, or more text."
+            f"These ended worse than with the weights that training began with: {some_of(worse)}. Give more "
+            "steps, a lower rate, or more text."
         )
     return lines
 
