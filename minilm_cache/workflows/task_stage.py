@@ -19,6 +19,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
+from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import ALONE, Session
@@ -31,6 +32,8 @@ from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
 TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
 """Names of what is made, in the folder of the stage."""
 _STATED: Final = "stage.json"
+_AUGMENTED_BY: Final = "augment_weights"
+"""Name there of the SHA-256 of the weights that made copies of the texts."""
 _MAX_BYTES: Final = 2**20
 
 
@@ -136,6 +139,8 @@ def _write_texts(
     """
     stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"})
     stated["label_weight"] = True if labels is not None else None
+    if config.augment is not None:
+        stated[_AUGMENTED_BY] = weights_sha256(locate_teacher(config.augment).folder)
     file, content = out / TEXTS, "".join(_lines(examples, labels)).encode()
     with storage_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)
@@ -164,13 +169,17 @@ def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None
     """Raise IdentityMismatchError where a folder is of another stage, or of other texts."""
     try:
         known = json.loads(read_bounded(out / _STATED, _MAX_BYTES))
-        same = [name for name, value in stated.items() if known.get(name) != value]
-    except (OSError, ValueError, AttributeError) as error:
+        # Stages of earlier releases do not say which weights made their copies.
+        compared = {name: value for name, value in stated.items() if name != _AUGMENTED_BY or name in known}
+        same = [name for name, value in compared.items() if known.get(name) != value]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise IdentityMismatchError(
             f"{out / _STATED} is damaged: {first_line(error)}. Choose another --out."
         ) from error
     if same or not (out / TEXTS).is_file() or (out / TEXTS).read_bytes() != texts:
-        what = ", ".join(f"--{name.replace('_', '-')}" for name in same) or "the task's texts"
+        options = (f"--{name.replace('_', '-')}" for name in same if name != _AUGMENTED_BY)
+        parts = [*options, *["the weights of --augment"] * (_AUGMENTED_BY in same)]
+        what = ", ".join(parts) or "the task's texts"
         raise IdentityMismatchError(f"{out} was begun with other settings: {what}. Choose another --out.")
 
 

@@ -73,6 +73,14 @@ def test_students_learn_a_task_from_its_texts(
     assert (tmp_path / "stage" / "run" / "run.json").read_bytes() == before
     other = ("chain", *words, "--out", tmp_path / "stage", *SHORT)
     command.fails(*other, code=1, says=("was begun with other settings", "--augment, --copies"))
+    save_teacher(masker, head="tokens", seed=7)
+    copies = ("--augment", masker, "--copies", 3)
+    command.fails(*other, *copies, code=1, says="with other settings: the weights of --augment")
+    file = tmp_path / "stage" / "stage.json"
+    stated = json.loads(file.read_text())
+    del stated["augment_weights"]  # as earlier releases wrote it
+    file.write_text(json.dumps(stated))
+    assert stage(command, tmp_path, *words, *copies) == found
 
 
 def test_the_layers_of_the_teacher_are_learned_first(tmp_path: Path, command: Command) -> None:
