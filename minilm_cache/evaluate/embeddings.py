@@ -17,6 +17,7 @@ from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
+from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
@@ -151,9 +152,10 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         device: device in torch's notation, such as `cuda:0`.
 
     Raises:
-        InvalidConfigError: it has fewer positions than `max_length`.
+        InvalidConfigError: it has fewer positions than `max_length`, or gives answers in place of vectors.
         TeacherError: its folder has no model that is safe to load, or a pooling that cannot be computed.
     """
+    refuse_answers(model.folder, model.name)
     tokenizer = model.tokenizer(max_length)
     if model.pools:  # what its folder reads of a text is what it gives in use
         max_length = min(max_length, text_length(model.folder, tokenizer, read_config(model.folder)))

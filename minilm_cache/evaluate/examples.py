@@ -1,6 +1,6 @@
 """Examples of downstream tasks, grouped into the sets of one training. All readers of files return these."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -85,9 +85,15 @@ class Track(Generic[E]):
         """Return the SHA-256 (hex) of every example that scores depend on."""
         return sha256_texts(self._words())
 
-    def _words(self) -> Iterator[str]:
+    def predicted_sha256(self) -> str | None:
+        """Return the same of the sets whose labels are not published. None means that there are none."""
+        names = set(self.unlabelled())
+        return sha256_texts(self._words(names)) if names else None
+
+    def _words(self, names: Collection[str] | None = None) -> Iterator[str]:
+        """Yield sets as text: some of them, or all that have labels."""
         for name, examples in {"train": self.train, **self.sets()}.items():
-            if is_labelled(examples):
+            if is_labelled(examples) if names is None else name in names:
                 yield name
                 yield from map(repr, examples)
 

@@ -25,7 +25,7 @@ from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores
 from minilm_cache.evaluate.models import Evaluated, load_with_head
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import Generation, GenerationTask
-from minilm_cache.models.decoding import read_decoding
+from minilm_cache.models.decoding import is_of_pairs, read_decoding, refuse_other_sources
 from minilm_cache.models.generation import (
     NOT_PREDICTED,
     MaskedTargets,
@@ -87,6 +87,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
 
     def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> "GenerationKind":
         """Return the kind with the decoding of a model that generates texts already; see `Kind.as_tuned`."""
+        refuse_other_sources(model.name, num_texts=len(self.task.sources), pairs=is_of_pairs(model.folder))
         decoding = read_decoding(model.folder).changed(config)
         if config.max_length is not None:
             decoding = decoding.with_changes(max_source=config.max_length)

@@ -82,7 +82,7 @@ def read_labelled(
     columns = tuple(part.strip() for part in config.text_columns.split(","))
     train = _rows(file, columns, config.label_column)
     if config.dev is None:
-        train, dev = (train, train) if config.as_is else _split(train, file)
+        train, dev = (train, train) if config.as_is else _split(train, file, config.metric)
     else:
         dev = _rows(config.dev, columns, config.label_column)
     labels = [label for _, label, _ in train]
@@ -123,9 +123,16 @@ def _rows(file: Path, columns: Sequence[str], label_column: str) -> list[Row]:
     ]
 
 
-def _split(rows: Sequence[Row], file: Path) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on, and those that are scored, with all rows of equal texts on one side."""
+def _split(rows: Sequence[Row], file: Path, metric: Metric | None) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and those that are scored, with all rows of equal texts on one side.
+
+    Rows of a class that has no others stay among those to train on, as nothing could be learned of it.
+    """
     held_out = _held_out(list(dict.fromkeys(texts for texts, _, _ in rows)), file)
+    if not _is_scale([label for _, label, _ in rows], metric):
+        learned = {_word(label) for texts, label, _ in rows if texts not in held_out}
+        rare = {texts for texts, label, _ in rows if _word(label) not in learned}
+        held_out = held_out - rare or held_out
     dev = [row for row in rows if row[0] in held_out]
     return [row for row in rows if row[0] not in held_out], dev
 
@@ -166,7 +173,10 @@ def _classes(labels: Sequence[object], file: Path) -> tuple[str, ...]:
 
 
 def _word(label: Any) -> str:  # noqa: ANN401 - any value of a file
-    """Return the name of a class, empty where it is missing; whole numbers have one in every kind of file."""
+    """Return the name of a class, empty where it is missing; a whole number has one with and without a point.
+
+    Words stay as they are: in a .csv file `0.0` is another class than `0`.
+    """
     is_whole = isinstance(label, float) and label.is_integer()
     is_missing = label is None or (isinstance(label, float) and math.isnan(label))
     return "" if is_missing else str(int(label) if is_whole else label).strip()

@@ -316,7 +316,9 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
     if record.identity != trial.identity:
         raise IdentityMismatchError(f"{file} belongs to another trial. Choose another --out.")
     if record.scores:
-        lacks_tests = not all(file.is_file() for file in trial.predictions(trial.track.unlabelled()))
+        asked = trial.track.predicted_sha256()
+        has_files = all(file.is_file() for file in trial.predictions(trial.track.unlabelled()))
+        lacks_tests = not has_files or (asked is not None and asked != record.predicted_sha256)
         lacks_model = config.keep_models and not (trial.folder / MODEL).is_dir()
         if lacks_tests or lacks_model:
             return None
@@ -352,6 +354,7 @@ def _run_trial(
         scores=scores,
         headline=kind.headline({name: scores[name] for name in track.dev}) if scores else None,
         versions=_versions(),
+        predicted_sha256=track.predicted_sha256(),
     )
     _write_trial(trial, config, tuned=tuned, record=record)
     return record

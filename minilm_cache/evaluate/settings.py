@@ -340,6 +340,9 @@ class TrialRecord(FrozenSettings):
     """Score that settings are chosen by, the mean over dev sets. None means that the trial diverged."""
     versions: dict[str, str]
     """Versions of the libraries that trained and scored the model, by library."""
+    predicted_sha256: str | None = None
+    """SHA-256 (hex) of the sets without labels whose predictions are written. None means that there are none,
+    or a trial of an earlier release."""
 
 
 def refuse_no_data(retrieval: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.exported import answered
 from minilm_cache.models.load import head_config, is_classifier, load_model, read_config
 from minilm_cache.models.pooling import MODULES, DenseLayer, SentenceEncoder, SentencePooler, load_pooler
@@ -33,6 +33,15 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
             "classes. Save it again."
         )
     return pooler.eval().requires_grad_(requires_grad=False)
+
+
+def refuse_answers(folder: Path, name: str) -> None:
+    """Raise InvalidConfigError for a model whose folder pools answers to a task, and no vectors of texts."""
+    if load_pooled_head(folder) is not None:
+        raise InvalidConfigError(
+            f"{name} was fine-tuned to answer a task: what it gives of a text are classes or values, and no "
+            "vector. Take a sentence encoder."
+        )
 
 
 class PooledClassifier(nn.Module):

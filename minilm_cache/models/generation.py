@@ -29,7 +29,13 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
+from minilm_cache.models.decoding import (
+    GENERATION_FILE,
+    Decoding,
+    is_of_pairs,
+    read_decoding,
+    refuse_other_sources,
+)
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
 from minilm_cache.models.tap import gathered
@@ -359,12 +365,21 @@ class TextGenerator:
             advance: called with the number of texts after each pass. None means that nothing is called.
 
         Raises:
-            InvalidConfigError: the texts are longer than the model has positions, are no list, or have more
-                than two parts; or a pass has no text.
+            InvalidConfigError: the texts are longer than the model has positions, are no list of texts or of
+                pairs, or no pairs where it was tuned on these; or a pass has no text.
         """
         decoding = decoding or self.decoding
-        if isinstance(texts, str) or any(isinstance(text, tuple) and len(text) > _PAIR for text in texts):
+        parts = (
+            None
+            if isinstance(texts, str) or not isinstance(texts, Sequence)
+            else [text if isinstance(text, tuple) else (text,) for text in texts]
+        )
+        if parts is None or not all(
+            0 < len(each) <= _PAIR and all(isinstance(text, str) for text in each) for each in parts
+        ):
             raise InvalidConfigError("give a list of texts, or of pairs of texts")
+        for num_texts in {len(each) for each in parts}:
+            refuse_other_sources("the model", num_texts=num_texts, pairs=self.pairs)
         if batch_size < 1:
             raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")

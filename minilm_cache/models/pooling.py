@@ -473,7 +473,8 @@ class SentenceModel:
 
         Args:
             folder: folder of the model.
-            max_length: most tokens of a text, special tokens included.
+            max_length: most tokens of a text, special tokens included; a folder that reads fewer
+                (`max_seq_length`) reads as many.
 
         Raises:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
@@ -481,7 +482,8 @@ class SentenceModel:
         """
         self._encoder, self._folder = SentenceEncoder.load(folder), folder
         self._tokenizer = load_tokenizer(folder, has_ends=False)
-        self._max_length, self._prompts = max_length, read_prompts(folder)
+        limit = text_length(folder, self._tokenizer, self._encoder.model.config)
+        self._max_length, self._prompts = min(max_length, limit), read_prompts(folder)
         self._has_units = read_similarity(folder) != "dot"
 
     @property

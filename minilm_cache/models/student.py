@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -363,6 +363,17 @@ class ModelSize:
         return self.stopped_flops_per_token if stops_early else self.flops_per_token
 
 
+def _read_without_values(model: PreTrainedModel, ids: Tensor) -> None:
+    """Run a model on the device `meta`: some families look at the values of a mask, others at those of ids.
+
+    These are none there, and a model that looks at them raises RuntimeError.
+    """
+    try:
+        model(input_ids=ids)
+    except RuntimeError:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
 def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
     """Return the size of an encoder from its configuration; no weights are made.
 
@@ -375,12 +386,12 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
         InvalidConfigError: the model has fewer positions than `length`.
     """
     with torch.device("meta"):
-        model = build_model(config, "eager").eval()
+        model = build_model(config, "eager").eval().requires_grad_(requires_grad=False)
         ids = torch.zeros((1, length), dtype=torch.int64)
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             check_positions(
-                lambda ids: model(input_ids=ids),
+                partial(_read_without_values, model),
                 config,
                 name=f"a model of the family {config.model_type}",
                 ids=ids,

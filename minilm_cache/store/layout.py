@@ -22,7 +22,7 @@ def described_otherwise(folder: Path) -> str:
 
     The sentence begins with a space, to follow a message that says what the folder is not.
     """
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST).is_file() and (folder / "zarr.json").is_file():
         return " It is a cache: `minilm-cache info` shows it, and `train` takes it."
     if (folder / "run.json").is_file():
         students = ", ".join(str(file.parent) for file in sorted(folder.glob("students/*/config.json")))

@@ -7,7 +7,7 @@ from pathlib import Path
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, PREVIEW
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, TEACHER_WEIGHTS
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -43,7 +43,8 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
     for reader in readers[1:]:
         _check_same(readers[0], reader)
     owners = _owners(readers)
-    first = readers[0]
+    # A part that keeps the teacher's weights gives them to the whole; the others may have been without.
+    first = max(readers, key=lambda reader: TEACHER_WEIGHTS in reader.manifest.files)
     files = _begun_with(first)
     attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
     changes = {"complete": False, "measured": None, "files": files}
@@ -78,7 +79,11 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
         raise IdentityMismatchError(
             f"{second.root} and {first.root} are of different formats. Dump all parts with one release."
         )
-    if _begun_with(second) != _begun_with(first):
+    fitted, others = (
+        {path: digest for path, digest in _begun_with(part).items() if path != TEACHER_WEIGHTS}
+        for part in (second, first)
+    )
+    if fitted != others:
         raise IdentityMismatchError(
             f"{second.root} and {first.root} were begun separately: their codecs were fitted on each "
             "machine. Copy the folder that one dump has created to the other machines before they dump."

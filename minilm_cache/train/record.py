@@ -290,16 +290,14 @@ class RunRecord(_Record):
     def recipe(self) -> str:
         """Hash of the identity without shapes and seed, which runs of several seeds share.
 
-        Weights that are taken from the cache's teacher follow from the rest: their hash, which is over all
+        Weights that are taken from a teacher follow from its name and the rest: their hash, which is over all
         shapes of a run, is left out, and the table says how each student began.
         """
         content = self.identity.model_dump(mode="json", exclude={"arch", "seed"})
         if self.init_recipe is not None:
             content["init"] = self.init_recipe  # the weights themselves differ by seed
-        elif self.init_teacher is None and all(
-            student.init in (RANDOM, *FROM_TEACHER) for student in self.students
-        ):
-            content["init"] = self.init_layers
+        elif {student.init for student in self.students} <= {RANDOM, *FROM_TEACHER}:
+            content["init"] = [self.init_teacher, self.init_layers]
         if self.continued_at:
             content["continued_at"] = self.continued_at
         return canonical_sha256(content)[:12]

@@ -122,6 +122,7 @@ def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     Raises:
         InvalidConfigError: the cache does not serve one of them, several processes train, or the second run
             is over and is to go on, and so would the first.
+        IdentityMismatchError: students of the second run began after another number of steps of the first.
     """
     if out is not None and is_run(out) and config.first_steps is None:
         steps = load_record(out).identity.steps
@@ -130,10 +131,25 @@ def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
                 f"{out} holds a run of {steps} steps. To go on with it, give --first-steps {steps}, too: "
                 f"without it, students would also take more steps of {config.first}."
             )
+    if out is not None and is_run(out):
+        _refuse_other_first(config, cache, out)
     refuse_ranks("--first", "the two trainings wrote, the second with --init FIRST-RUN")
     check_parts(config)
     for checked in (first_config(config), config):
         choose_objective(checked, cache, arch=config.arch)
+
+
+def _refuse_other_first(config: TrainConfig, cache: Cache, out: Path) -> None:
+    """Raise IdentityMismatchError if the first run would go on after students of the second began with it."""
+    begun = first_folder(out)
+    if begun is None or not is_run(begun):
+        return
+    steps, asked = load_record(begun).identity.steps, num_steps(first_config(config), cache.manifest)
+    if asked != steps:
+        raise IdentityMismatchError(
+            f"students in {out} began after {steps} steps of {config.first}, and {asked} are asked for. Give "
+            f"--first-steps {steps}, or another --out."
+        )
 
 
 def first_folder(out: Path | None) -> Path | None:

@@ -135,7 +135,8 @@ def read_chain(
     stated = {name: value for name, value in recipe.items() if name not in train}
     training = _settings(source, TrainConfig, "train", stated=stated, given=train)
     served = {"for": (training.objective, training.first or training.objective)}
-    own = {} if source is None else source.with_paths(document.dump, *PATHS_OF_DUMPS)
+    left = {name: value for name, value in document.dump.items() if name not in dump}
+    own = {} if source is None else source.with_paths(left, *PATHS_OF_DUMPS)
     dumping = _settings(
         source,
         DumpConfig,

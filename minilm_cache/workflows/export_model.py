@@ -20,6 +20,7 @@ from minilm_cache.deploy.forms import Form, write_form
 from minilm_cache.errors import DeviceError, InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
+from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes
 from minilm_cache.models.load import load_model
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
@@ -112,19 +113,19 @@ def export_model(
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
-    if models[0].answers and (config.data or config.retrieval):
+    export = _Export.of(config, models[0], session)
+    if export.answers and (config.data or config.retrieval):
         raise InvalidConfigError(
             f"--retrieval and --data are about vectors, and {models[0].name} answers. Leave them out, and "
             "measure it by `minilm-cache rerank` or `evaluate --as-is`."
         )
-    export = _Export.of(config, models[0], session)
     texts = list(islice(_texts(config, models[0], session), 2 * config.texts))
     if len(texts) < _FEWEST:
         raise InvalidConfigError(
             f"--corpus has {len(texts)} texts, and at least {_FEWEST} are needed to fit and to judge an "
             "export. Give another --corpus."
         )
-    if not models[0].answers:
+    if not export.answers:
         texts = [(each[number % len(each)],) for number, each in enumerate(texts)]
     fitted, judged = [], texts[-config.texts :]
     if config.openvino and config.int8:
@@ -186,7 +187,9 @@ class _Export:
     """The model itself, in torch."""
     tokenizer: PreTrainedTokenizerFast
     pooler: SentencePooler | None
-    """What makes the model's vectors. None means that it answers."""
+    """What makes the model's vectors, or its answers. None means that its head does."""
+    answers: bool
+    """Whether it answers a task, by a head or by what its folder pools."""
     session: Session
 
     @classmethod
@@ -201,6 +204,7 @@ class _Export:
             source=source,
             tokenizer=model.tokenizer(config.max_length),
             pooler=None if model.answers else load_pooler(model.folder, mode, width, adds_prompts=True),
+            answers=model.answers or load_pooled_head(model.folder) is not None,
             session=session,
         )
 
@@ -277,7 +281,7 @@ class _Export:
                 lengths = batch[MASK].sum(1)
                 pairs.append((self.pooler(theirs.last_hidden_state, lengths), self.pooler(mine, lengths)))
         before, after = (torch.cat(each).double() for each in zip(*pairs, strict=True))
-        if self.pooler is None:
+        if self.answers:
             before, after = ((each - each.mean(0)).reshape(1, -1) for each in (before, after))
             return float(F.cosine_similarity(before, after)), None
         cosines = F.cosine_similarity(before, after)

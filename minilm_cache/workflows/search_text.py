@@ -10,6 +10,7 @@ import torch
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
@@ -63,6 +64,7 @@ def search_texts(
             f"{model} gives no vectors of texts. Train a student with --objective embedding, or name a "
             "sentence encoder, which has a modules.json."
         )
+    refuse_answers(folder, model)
     encoder = SentenceModel(folder, config.max_length)
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
     texts = list(islice(corpus.texts(), config.max_texts))

@@ -18,7 +18,7 @@ from nltk.translate.bleu_score import corpus_bleu
 from nltk.translate.meteor_score import meteor_score
 
 from minilm_cache import TextGenerator
-from minilm_cache.errors import CorpusError
+from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.generation import generation_scores, has_wordnet
 from minilm_cache.evaluate.generation_data import read_generation_task
@@ -384,3 +384,18 @@ def test_texts_that_come_out_empty_are_counted(
     assert out == "\nbe\n"
     assert "1 of 2 texts came out empty: the model ended at once" in err
     assert "--min-new-tokens" in err
+
+
+def test_sources_are_those_that_a_model_was_tuned_on(teacher: Path, tmp_path: Path, command: Command) -> None:
+    file = _write(tmp_path / "own.jsonl", _rows(24))
+    trial = _trial(command, teacher, "--task", file, *SHORT, "--keep-models", "--out", tmp_path / "out")
+    folder = Path(trial["folder"])
+    pairs = _write(tmp_path / "pairs.jsonl", [{"src": "ba", "answer": "be", "tgt": "bo"}] * 4)
+    columns = ("--text-columns", "src,answer", "--as-is", "--out", tmp_path / "4")
+    command.fails("evaluate", folder / "model", "--task", pairs, *columns, code=2, says="on single texts")
+    generator = TextGenerator.load(folder / "model")
+    for wrong in ((text for text in ["ba"]), [3], [("ba", 3)], [()], "ba"):
+        with pytest.raises(InvalidConfigError, match="give a list of texts"):
+            generator.generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfigError, match="was tuned on single texts"):
+        generator.generate([("ba", "be")])

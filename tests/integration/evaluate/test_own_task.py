@@ -214,3 +214,15 @@ def test_a_sentence_encoder_that_was_fine_tuned_teaches_its_answers(tmp_path: Pa
     command.fails(
         *dump, *more, code=1, says="pools vectors of 2 numbers, and its config.json names 3 classes"
     )
+
+
+def test_a_rare_class_is_learned(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """Whichever row it is: the tenth that is scored leaves some of every class to train on."""
+    for at in (3, 16, 41):
+        found = rows(60)[:60]
+        found[at]["label"] = "rare"
+        file = write(tmp_path / f"{at}.csv", found)
+        asked = ("--task", file, "--lr", "1e-3", "--epochs", 1, "--max-length", 32)
+        code, _, err = command("evaluate", teacher, *asked, "--out", tmp_path / "out")
+        assert code == 0, err
+        assert "3 classes" in err

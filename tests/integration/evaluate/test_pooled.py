@@ -92,3 +92,34 @@ def test_speed_and_onnx_measure_the_pooling_too(tmp_path: Path, command: Command
         ["sentence_embedding"], {name: inputs[name] for name in ("input_ids", "attention_mask")}
     )
     np.testing.assert_allclose(vectors, plain.encode(TEXTS), atol=1e-5)
+
+
+def test_answers_are_taken_for_no_vectors(tmp_path: Path, command: Command) -> None:
+    """What a fine-tuned encoder pools are logits; exports are judged by them, centred, and of pairs."""
+    model, data = encoder_in(tmp_path / "encoder"), write_glue(tmp_path / "glue")
+    asked = ("--task", "stsb", "--data", data, "--lr", "1e-3", "--epochs", 2, "--batch-size", 4)
+    evaluated(command, model, *asked, "--keep-models", "--out", tmp_path / "out")
+    (folder,) = (tmp_path / "out/stsb").iterdir()
+    tuned, says = folder / "model", "was fine-tuned to answer a task"
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"question": "ba be", "answer": "bi bo"}) + "\n")
+    (tmp_path / "texts.txt").write_text("ba be\n\nbo bi\n")
+    short = ("--max-length", 32)
+    command.fails("search-text", tuned, "ba", "--corpus", tmp_path / "texts.txt", code=2, says=says)
+    command.fails("embeddings", tuned, "--retrieval", own, *short, code=2, says=says)
+    mine = ("mine", tuned, "--retrieval", own, *short, "--out", tmp_path / "mined")
+    command.fails(*mine, code=2, says=says)
+
+    pairs = tmp_path / "pairs.jsonl"
+    words = [f"{TEXTS[at % 3]} {' bo' * (at % 7)}" for at in range(40)]
+    rows = [{"a": one, "b": other} for one, other in zip(words, reversed(words), strict=True)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    export = ("export-model", tuned, "--onnx", "--int8", "--corpus", pairs, "--pair-columns", "a,b", *short)
+    code, out, err = command(*export, "--texts", 20, "--out", tmp_path / "shipped", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["least_cosine"] is None
+    assert found["cosine"] < 1
+    command.fails(*export, "--min-cosine", 1, "--out", tmp_path / "none", code=1, says="--min-cosine is 1")
+    measured = ("--retrieval", own, "--out", tmp_path / "none")
+    command.fails(*export, *measured, code=2, says="are about vectors")

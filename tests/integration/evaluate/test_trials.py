@@ -142,6 +142,11 @@ def test_what_was_kept_of_a_trial_stays(teacher: Path, tmp_path: Path, command: 
     at = (folder / "trial.json").stat().st_mtime_ns
     evaluated(command, *asked, "--keep-models", "--predict")
     assert (folder / "trial.json").stat().st_mtime_ns == at
+    rows = (data / "test.tsv").read_text().splitlines()
+    (data / "test.tsv").write_text("\n".join(rows[:3]) + "\n")  # predictions of other texts are no use
+    evaluated(command, *asked, "--predict")
+    assert len((folder / "predictions" / "SST-2.tsv").read_text().splitlines()) == 3
+    at = (folder / "trial.json").stat().st_mtime_ns
     (data / "test.tsv").unlink()
     assert evaluated(command, *asked)["trials"][0]["folder"] == str(folder)
     assert (folder / "trial.json").stat().st_mtime_ns == at

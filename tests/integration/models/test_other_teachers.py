@@ -15,7 +15,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoTokenizer,
+    DebertaV2Config,
     FNetConfig,
+    LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -26,7 +28,7 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import TeacherSource
-from minilm_cache.models.student import build_student, shape_config
+from minilm_cache.models.student import build_student, model_size, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import choose_objective
@@ -464,3 +466,25 @@ def test_a_family_without_heads_is_named(tmp_path: Path) -> None:
     FNetConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path / "fnet")
     with pytest.raises(TeacherError, match="models of the family fnet have no attention heads"):
         read_config(tmp_path / "fnet")
+
+
+def test_models_have_sizes_whatever_they_look_at() -> None:
+    """Sizes are counted without values: DeBERTa looks at those of ids, decoders at those of positions."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 66,
+    }
+    relative: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    for config in (
+        DebertaV2Config(**sizes),
+        DebertaV2Config(**sizes, **relative),
+        LlamaConfig(**sizes, use_cache=False),
+    ):
+        size = model_size(config, 16)
+        assert size.num_parameters == AutoModel.from_config(config).num_parameters()
+        with pytest.raises(InvalidConfigError, match="--max-length 90 is more than"):
+            model_size(config, 90)

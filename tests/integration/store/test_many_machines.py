@@ -239,3 +239,16 @@ def test_a_shard_that_another_merge_committed_is_not_touched(world: World) -> No
         merge([one, other], out, session=Session(should_stop=overtake))
     merge([one, other], out, session=Session())
     assert unsound_shards(out, shards=range(6), check_rows=row_checker, session=Session()) == []
+
+
+def test_a_part_may_keep_the_teachers_weights(world: World) -> None:
+    one = world.dump("part0", rank=0, world_size=2).path
+    whole = world.dump("whole", keep_weights=True).path
+    out = world.root / "merged"
+    merged = merge([one, whole], out, session=Session())
+    assert merged.shards_missing == 0
+    world.dump("merged", keep_weights=True)
+    weights = "teacher/model.safetensors"
+    assert (out / weights).read_bytes() == (whole / weights).read_bytes()
+    assert manifest_of(out) == manifest_of(whole)
+    assert {**arrays_of(out), "manifest.json": b""} == {**arrays_of(whole), "manifest.json": b""}

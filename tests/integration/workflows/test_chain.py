@@ -74,6 +74,11 @@ def test_a_document_is_the_same_chain_as_its_options(world: World, command: Comm
     document.write_text(json.dumps({**text, "dump": {**text["dump"], "packing": "packed"}}))
     assert command("chain", document, *options, *more, world.root / "chain")[0] == 0
     command.fails("chain", document, "--batch-size", 0, code=2, says="--batch-size 0: ")
+    aside = world.root / "aside/notes.yaml"  # an option replaces a path that is not beside the document
+    aside.parent.mkdir()
+    aside.write_text(document.read_text())
+    replaced = ("--teacher", world.teacher, "--corpus", world.corpus)
+    assert command("chain", aside, *replaced, "--dry-run")[0] == 0
     document.write_text("dump:\n  teacher: teacher\n  rank: 1\ntrain: {arch: [1x16]}\nassistants: [2x32]\n")
     command.fails("chain", document, code=2, says=("notes.yaml, line 3, dump.rank", "leave it out"))
     document.write_text("dump: {teacher: teacher}\ntrain: {arch: [1x16], stepz: 3}\nassistants: [2x32]\n")

@@ -94,3 +94,19 @@ def test_mistakes(encoder: Path, corpus: Path, command: Command, tmp_path: Path)
     )
     command.fails("search-text", plain, "ba", *asked, code=2, says="gives no vectors of texts")
     assert command("search-text", encoder, "ba", *asked)[0] == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_texts_are_read_as_far_as_the_model_reads_them(
+    tmp_path: Path, corpus: Path, command: Command, family: str
+) -> None:
+    """A model of fewer positions than --max-length, whose folder says that it reads fewer still."""
+    folder = save_teacher(tmp_path / "short", family)
+    save_encoder(folder, "mean", max_length=12)
+    longer = " ".join(WORDS[at % 20] for at in range(90))
+    code, out, err = command("search-text", folder, longer, "--corpus", corpus, "--top", 1, "--json")
+    assert code == 0, err
+    model = SentenceTransformer(str(folder), device="cpu")
+    scores = model.similarity(model.encode_query([longer]), model.encode_document(TEXTS)).numpy()
+    (found,) = json.loads(out)["questions"][0]["found"]
+    assert found["score"] == pytest.approx(float(scores.max()), abs=1e-5)

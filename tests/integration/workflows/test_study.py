@@ -597,7 +597,7 @@ def test_seeds_of_a_grown_study_are_averaged(world: World) -> None:
     result = run_study(read_study(path), world.root / "study", session=Session(world.home))
     assert {row["arch"]: row["seeds"] for row in result.summary.to_pylist()} == {"1x16": 2, "1x32": 2}
     assert len(result.summary) == 2
-    other = train.replace("init: slice", "init: slice\n  init_layers: '0'")
+    other = train.replace("init: slice", f"init: slice\n  init_teacher: {world.teacher}")
     run_study(
         read_study(document(world, arch=" [1x16]", seed=" [2]", train=other, **changes)),
         world.root / "study",

@@ -50,6 +50,9 @@ def test_only_the_second_of_two_runs_goes_on(world: World, command: Command) -> 
     before = load_record(world.root / "run-first")
     longer = [6 if word == 3 else word for word in arguments]
     command.fails(*longer, code=2, says="To go on with it, give --first-steps 3, too")
+    says = "began after 3 steps of minilm, and 4 are asked for. Give --first-steps 3"
+    command.fails(*longer, "--first-steps", 4, code=1, says=says)
+    assert load_record(world.root / "run-first") == before
     code, _, err = command(*longer, "--first-steps", 3)
     assert code == 0, err
     assert load_record(world.root / "run-first") == before
