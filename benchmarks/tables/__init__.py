@@ -40,6 +40,7 @@ from benchmarks.tables.families import families
 from benchmarks.tables.scale import far_and_together, growth, large_shards, many_shards, text_once
 from benchmarks.tables.students import (
     exported_models,
+    halving,
     head_start_recipe,
     head_starts,
     head_starts_long,
@@ -85,6 +86,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "static_models": static_models,
     "questions": questions,
     "question_examples": question_examples,
+    "halving": halving,
     "shapes": shapes,
     "shapes_predicted": shapes_predicted,
     "reranker_peer": reranker_peer,

@@ -312,6 +312,30 @@ def shapes() -> str:
     return table_of(["order by", "and by", "Kendall's tau"], rows)
 
 
+def halving() -> str:
+    """Return what a search found within budgets, beside a full grid."""
+    rows = []
+    for name, found in read("halving")["searches"].items():
+        most, how = name.split("-")
+        rows.append(
+            [
+                f"{int(most) / 1e6:.0f} million",
+                f"{found['tried']} of {found['shapes']}" + (" (`--every`)" if how == "every" else ""),
+                f"`{found['found']}`, place {found['place_in_grid']} of the grid",
+                f"{found['loss_found']:.3f} ({found['loss_of_best']:.3f})",
+                f"{found['share_of_tokens']:.0%} / {found['share_of_seconds']:.0%}",
+            ]
+        )
+    heads = [
+        "most weights",
+        "shapes trained",
+        "found",
+        "held-out loss (grid)",
+        "of the grid's tokens / seconds",
+    ]
+    return table_of(heads, rows)
+
+
 def shapes_predicted() -> str:
     """Return how well the losses of shapes at the end can be predicted from those of others."""
     errors = read("shapes")["predicted"]

@@ -113,19 +113,20 @@ def export_model(
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
-    export = _Export.of(config, models[0], session)
-    if export.answers and (config.data or config.retrieval):
+    answers = models[0].answers or load_pooled_head(models[0].folder) is not None
+    if answers and (config.data or config.retrieval):
         raise InvalidConfigError(
             f"--retrieval and --data are about vectors, and {models[0].name} answers. Leave them out, and "
             "measure it by `minilm-cache rerank` or `evaluate --as-is`."
         )
+    export = _Export.of(config, models[0], session, answers=answers)
     texts = list(islice(_texts(config, models[0], session), 2 * config.texts))
     if len(texts) < _FEWEST:
         raise InvalidConfigError(
             f"--corpus has {len(texts)} texts, and at least {_FEWEST} are needed to fit and to judge an "
             "export. Give another --corpus."
         )
-    if not export.answers:
+    if not answers:
         texts = [(each[number % len(each)],) for number, each in enumerate(texts)]
     fitted, judged = [], texts[-config.texts :]
     if config.openvino and config.int8:
@@ -193,7 +194,7 @@ class _Export:
     session: Session
 
     @classmethod
-    def of(cls, config: ExportModelConfig, model: Evaluated, session: Session) -> "_Export":
+    def of(cls, config: ExportModelConfig, model: Evaluated, session: Session, *, answers: bool) -> "_Export":
         """Load a model."""
         source = load_model(model.folder, "sequences" if model.answers else None, attention="sdpa").eval()
         mode: PoolingMode | None = None if model.pools else "mean"
@@ -204,7 +205,7 @@ class _Export:
             source=source,
             tokenizer=model.tokenizer(config.max_length),
             pooler=None if model.answers else load_pooler(model.folder, mode, width, adds_prompts=True),
-            answers=model.answers or load_pooled_head(model.folder) is not None,
+            answers=answers,
             session=session,
         )
 
