@@ -8,7 +8,7 @@ while decoding at one that is appended to the text so far, whose keys and values
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,13 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.decoding import (
-    GENERATION_FILE,
-    Decoding,
-    is_of_pairs,
-    read_decoding,
-    refuse_other_sources,
-)
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
 from minilm_cache.models.tap import gathered
@@ -349,7 +343,7 @@ class TextGenerator:
 
     def generate(
         self,
-        texts: Sequence[str | tuple[str, ...]],
+        texts: Iterable[str | tuple[str, ...]],
         *,
         decoding: Decoding | None = None,
         batch_size: int = 32,
@@ -365,25 +359,15 @@ class TextGenerator:
             advance: called with the number of texts after each pass. None means that nothing is called.
 
         Raises:
-            InvalidConfigError: the texts are longer than the model has positions, are no list of texts or of
-                pairs, or no pairs where it was tuned on these; or a pass has no text.
+            InvalidConfigError: the texts are longer than the model has positions, or are no list of texts or
+                of pairs; or a pass has no text.
         """
         decoding = decoding or self.decoding
-        parts = (
-            None
-            if isinstance(texts, str) or not isinstance(texts, Sequence)
-            else [text if isinstance(text, tuple) else (text,) for text in texts]
-        )
-        if parts is None or not all(
-            0 < len(each) <= _PAIR and all(isinstance(text, str) for text in each) for each in parts
-        ):
-            raise InvalidConfigError("give a list of texts, or of pairs of texts")
-        for num_texts in {len(each) for each in parts}:
-            refuse_other_sources("the model", num_texts=num_texts, pairs=self.pairs)
+        known = _known_sources(texts)
         if batch_size < 1:
             raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")
-        sources = encode_sources(self.tokenizer, texts, decoding.max_source)
+        sources = encode_sources(self.tokenizer, known, decoding.max_source)
         # The longest come first, so that too little memory shows at once.
         order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
         generated = [""] * len(sources)
@@ -428,6 +412,21 @@ class TextGenerator:
         )
         assert isinstance(generated, Tensor)
         return generated[:, prompt:]
+
+
+def _known_sources(texts: Any) -> list[str | tuple[str, ...]]:  # noqa: ANN401 - it is checked here
+    """Return texts and pairs of texts as a list.
+
+    Raises:
+        InvalidConfigError: it is something else.
+    """
+    known: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    for each in known:
+        parts: Any = (each,) if isinstance(each, str) else each
+        is_known = isinstance(parts, tuple | list) and 0 < len(parts) <= _PAIR
+        if not is_known or not all(isinstance(part, str) for part in parts):
+            raise InvalidConfigError("give a list of texts, or of pairs of texts")
+    return known
 
 
 def encode_sources(
