@@ -139,7 +139,7 @@ def test_mine_says_that_there_are_judgements_to_train_on(
     code, _, err = command(*words, "--retrieval", train, "--out", tmp_path / "mined.jsonl")
     assert (code, "For a training, mine" in err) == (0, False), err
     groups = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text().splitlines()]
-    assert [group["positive"] for group in groups] == [[text(1), text(0)], [text(3)]]
+    assert [group["positive"] for group in groups] == [[text(0), text(1)], [text(3)]]  # the best one first
     assert not {text(0), text(1)} & set(groups[0]["negative"])
 
 
