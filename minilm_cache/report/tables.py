@@ -427,7 +427,10 @@ def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
     """
     shown = summary.select([name for name in NAMES if name != "run"])
     is_unique = len(shown.group_by(shown.column_names).aggregate([])) == len(shown)
-    of_one_layer = len(set(summary["teacher_layer"].to_pylist()) - {None}) <= 1
+    layers: dict[str, set[int | None]] = {}  # an assistant's cache has a last layer of its own
+    for row in summary.select(["cache", "teacher_layer"]).to_pylist():
+        layers.setdefault(row["cache"], set()).add(row["teacher_layer"])
+    of_one_layer = all(len(found - {None}) <= 1 for found in layers.values())
     left_out = {
         "run": is_unique,
         "kl_to": "kl_sum" not in measures(summary),

@@ -317,6 +317,7 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
 
     code, out, err = command("study", path)  # all is there, and the table has the scores
     assert code == 0, err
+    assert "layer of the teacher" not in out
     assert "sst2 dev accuracy" in out
     code, out, err = command(
         *("evaluate", world.root / "shapes", "--task", "sst2", "--data", data, "--epochs", 1, "--json"),
