@@ -8,7 +8,7 @@ like `qrels/test.tsv` (query, document, grade), with a header or without one (Th
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,17 +52,12 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
             known[document] = grade
         lines.setdefault(document, number)
     of_documents, of_queries = judged_files(file)
-    documents: dict[str, str] = {}
-    for where, row in json_records(of_documents):
-        if not only_judged or row.get("_id") in lines:
-            name, text = _document(row, where)
-            _refuse_other_text(documents, name, text, where=where)
-            documents[name] = text
-    asked: dict[str, str] = {}
-    for where, row in json_records(of_queries):
-        name, text = _query(row, where)
-        _refuse_other_text(asked, name, text, where=where)
-        asked[name] = text
+    documents = _by_name(
+        (where, _document(row, where))
+        for where, row in json_records(of_documents)
+        if not only_judged or row.get("_id") in lines
+    )
+    asked = _by_name((where, _query(row, where)) for where, row in json_records(of_queries))
     lacking = next((name for name in lines if name not in documents), None)
     if lacking is not None:
         raise CorpusError(
@@ -79,10 +74,19 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
     return JudgedTexts(queries=queries, documents=documents, grades=grades)
 
 
-def _refuse_other_text(known: Mapping[str, str], name: str, text: str, *, where: str) -> None:
-    """Raise CorpusError if a name has another text already: judgements would be of one of the two."""
-    if known.get(name, text) != text:
-        raise CorpusError(f"{where}: _id {name!r} was that of another text before. Give each text its own.")
+def _by_name(records: Iterable[tuple[str, tuple[str, str]]]) -> dict[str, str]:
+    """Return texts by their names, of which each record has one, behind where it is.
+
+    Raises:
+        CorpusError: a name has two texts: judgements would be of one of them.
+    """
+    found: dict[str, str] = {}
+    for where, (name, text) in records:
+        if found.setdefault(name, text) != text:
+            raise CorpusError(
+                f"{where}: _id {name!r} was that of another text before. Give each text its own."
+            )
+    return found
 
 
 def _document(row: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -118,12 +122,17 @@ def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
     refuse_other_columns(file, columns)
     judged = read_judged(file, only_judged=True)
     for query, text in judged.queries.items():
-        graded = sorted(judged.grades[query].items(), key=lambda each: -each[1])
-        right = [judged.documents[name] for name, grade in graded if grade > 0]
-        wrong = [judged.documents[name] for name, grade in graded if grade <= 0]
+        grades = judged.grades[query]
+        right = [judged.documents[name] for name in best_first(grades) if grades[name] > 0]
+        wrong = [judged.documents[name] for name in best_first(grades) if grades[name] <= 0]
         if right:
             row: Mapping[str, Any] = {QUERY: text, POSITIVE: right, NEGATIVE: wrong}
             yield f"query {query}", {name: row[name] for name in columns}
+
+
+def best_first(grades: Mapping[str, int]) -> list[str]:
+    """Return the names of documents by their grades, the greatest one first; equal ones as they stand."""
+    return sorted(grades, key=lambda document: -grades[document])
 
 
 def refuse_other_columns(file: Path, columns: Sequence[str]) -> None:

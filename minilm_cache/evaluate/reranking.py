@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from sentence_transformers import CrossEncoder
 
-from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY
+from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
@@ -95,16 +95,12 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
                 ]
             group = {
                 QUERY: text,
-                POSITIVE: [data.documents[each] for each in _best_first(data.right[query])],
+                POSITIVE: [data.documents[each] for each in best_first(data.right[query])],
                 NEGATIVE: [data.documents[each] for each in chosen],
             }
             opened.write((json.dumps(group, ensure_ascii=False) + "\n").encode())
             num_pairs += len(data.right[query]) + len(chosen)
     return Mined(path=out, queries=len(data.queries), pairs=num_pairs, lacking=lacking)
-
-
-def _best_first(grades: Mapping[str, int]) -> list[str]:
-    return sorted(grades, key=lambda document: -grades[document])
 
 
 def _hard_negatives(

@@ -8,7 +8,16 @@ import altair as alt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.report.plots import Picture, Rows, colour_of, inline_data, shown_of_mark
+from minilm_cache.report.plots import (
+    HEIGHT,
+    INK,
+    Picture,
+    Rows,
+    colour_of,
+    inline_data,
+    named_line,
+    shown_of_mark,
+)
 from minilm_cache.store.durable import bounded_bytes
 from minilm_cache.train.folder import SEARCH_RECORD
 from minilm_cache.wording import counted
@@ -144,21 +153,17 @@ def front_figure(record: SearchRecord) -> Picture:
                     "label": candidate.name if number == len(known) - 1 else "",
                 }
             )
+    axis = alt.X("milliseconds:Q", title=f"milliseconds of {record.timed}").scale(zero=False, padding=30)
     base = alt.Chart(inline_data(rows)).encode(
-        x=alt.X("milliseconds:Q", title=f"milliseconds of {record.timed}").scale(zero=False, padding=30),
+        x=axis,
         y=alt.Y("held-out loss:Q").scale(zero=False, padding=20),
     )
-    line = base.mark_line(strokeWidth=1, opacity=0.4, color="currentColor").encode(detail="shape:N")
+    line = base.mark_line(strokeWidth=1, opacity=0.4, color=INK).encode(detail="shape:N")
     points = base.mark_point(filled=True, size=80).encode(
         color=colour_of(rows, "trained for"), tooltip=shown_of_mark(rows, without=("label",))
     )
     text = base.mark_text(align="left", dx=9, dy=9).encode(text="label:N")
     layers = [line, points, text]
     if record.max_latency_ms is not None:
-        budget = alt.Chart(inline_data([{"milliseconds": record.max_latency_ms, "name": "budget"}]))
-        rule = budget.encode(x="milliseconds:Q")
-        layers += [
-            rule.mark_rule(strokeDash=[2, 3], color="currentColor"),
-            rule.mark_text(align="right", dx=-4, y=8).encode(text="name:N"),
-        ]
-    return Picture(alt.layer(*layers).properties(width="container", height=320))
+        layers += named_line(axis, field="milliseconds", value=record.max_latency_ms, name="budget")
+    return Picture(alt.layer(*layers).properties(width="container", height=HEIGHT))

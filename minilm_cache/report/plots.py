@@ -32,7 +32,7 @@ DASHES: Final = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 _MOST_POINTS: Final = 200
 """Most points of a curve; of a longer curve every n-th point is drawn."""
 _WIDTH: Final = 640
-_HEIGHT: Final = 320
+HEIGHT: Final = 320
 """Width of a wide chart as an image, and its height, in pixels."""
 _SMALL: Final = 210
 """Width and height of the charts that stand beside each other, in pixels."""
@@ -41,7 +41,7 @@ _TOKEN: Final = 12
 """Width and height of a cell of a table of layers and of a map of tokens, in pixels."""
 _KL: Final = "held-out KL, summed (nats)"
 _CLOSENESS: Final = "held-out KL, summed (nats), or loss"
-_INK: Final = "currentColor"
+INK: Final = "currentColor"
 """Colour of text and axes: that of the text around the picture, and black in a notebook."""
 _VEGA_LITE: Final = alt.SCHEMA_VERSION.rpartition(".")[0].removeprefix("v")
 Rows = list[dict[str, Any]]
@@ -57,18 +57,16 @@ class Picture:
     @property
     def spec(self) -> dict[str, Any]:
         """The chart in Vega-Lite, in JSON's types."""
-        ink = {f"{part}Color": _INK for part in ("label", "title", "domain", "tick", "grid")}
-        legend = alt.LegendConfig(
-            labelColor=_INK, titleColor=_INK, labelLimit=420, orient="bottom", columns=2
-        )
+        ink = {f"{part}Color": INK for part in ("label", "title", "domain", "tick", "grid")}
+        legend = alt.LegendConfig(labelColor=INK, titleColor=INK, labelLimit=420, orient="bottom", columns=2)
         styled = self.chart.configure(
             background="transparent",
             axis=ink | {"gridOpacity": 0.12},
             legend=legend,
-            title=alt.TitleConfig(color=_INK),
-            text=alt.MarkConfig(color=_INK),
+            title=alt.TitleConfig(color=INK),
+            text=alt.MarkConfig(color=INK),
             range=alt.RangeConfig(category=list(COLOURS)),
-            view=alt.ViewConfig(stroke=None, continuousHeight=_HEIGHT),
+            view=alt.ViewConfig(stroke=None, continuousHeight=HEIGHT),
         )
         # Validation takes longer than all else; tests draw the charts.
         spec: dict[str, Any] = styled.to_dict(validate=False)
@@ -202,11 +200,18 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Picture:
             tooltip=[*shown_of_mark(rows, without=("KL", "seed", "parameters", "shape")), "mean(KL):Q"],
         )
     )
-    dense = alt.Chart(inline_data([{"bytes": dense_bytes_per_token, "name": "dense"}])).encode(x=bytes_axis)
-    rule = dense.mark_rule(strokeDash=[2, 3], color=_INK)
-    name = dense.mark_text(align="right", dx=-4, y=8).encode(text="name:N")
+    dense = named_line(bytes_axis, field="bytes", value=dense_bytes_per_token, name="dense")
     chosen = _chosen(line, rows, one_of="measure")
-    return Picture(alt.layer(chosen, rule, name).properties(width="container", height=_HEIGHT))
+    return Picture(alt.layer(chosen, *dense).properties(width="container", height=HEIGHT))
+
+
+def named_line(axis: alt.X, *, field: str, value: float, name: str) -> list[alt.Chart]:
+    """Return a dotted vertical line at a value of a field's axis, and its name beside it."""
+    marked = alt.Chart(inline_data([{field: value, "name": name}])).encode(x=axis)
+    return [
+        marked.mark_rule(strokeDash=[2, 3], color=INK),
+        marked.mark_text(align="right", dx=-4, y=8).encode(text="name:N"),
+    ]
 
 
 def attention_maps(maps: Mapping[str, npt.NDArray[np.float32]], tokens: Sequence[str]) -> Picture:
@@ -329,7 +334,7 @@ def _chosen(chart: Any, rows: Rows, one_of: str) -> Any:  # noqa: ANN401 - a cha
             first = alt.Undefined if every else [{name: values[0]}]
             chosen = alt.selection_point(name=f"{name}_shown", fields=[name], bind=box, value=first)
             chart = chart.add_params(chosen).transform_filter(chosen)
-    return chart.properties(width="container", height=_HEIGHT)
+    return chart.properties(width="container", height=HEIGHT)
 
 
 def colour_of(rows: Rows, name: str) -> alt.Color:

@@ -427,14 +427,12 @@ def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
     """
     shown = summary.select([name for name in NAMES if name != "run"])
     is_unique = len(shown.group_by(shown.column_names).aggregate([])) == len(shown)
-    layers: dict[str, set[int | None]] = {}  # an assistant's cache has a last layer of its own
-    for row in summary.select(["cache", "teacher_layer"]).to_pylist():
-        layers.setdefault(row["cache"], set()).add(row["teacher_layer"])
-    of_one_layer = all(len(found - {None}) <= 1 for found in layers.values())
+    # Of each cache, since that of an assistant has a last layer of its own.
+    layers = summary.group_by("cache").aggregate([("teacher_layer", "count_distinct")])
     left_out = {
         "run": is_unique,
         "kl_to": "kl_sum" not in measures(summary),
-        "teacher_layer": of_one_layer,
+        "teacher_layer": max(layers["teacher_layer_count_distinct"].to_pylist(), default=0) <= 1,
     }
     names = [name for name in NAMES if not left_out.get(name)]
     differing = [name for name in names if name == "arch" or len(summary[name].unique()) > 1]

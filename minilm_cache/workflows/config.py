@@ -260,7 +260,7 @@ def vocabularies_of(config: SearchConfig) -> list[str | None]:
     """Return the values of `--vocab` that a search tries. None means all of the teacher's pieces.
 
     Raises:
-        InvalidConfigError: one is no number of pieces, or is given twice.
+        InvalidConfigError: a value is neither a number of pieces nor a word for one, or it is given twice.
     """
     if config.vocabularies is None:
         return [None]
