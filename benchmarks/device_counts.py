@@ -22,10 +22,14 @@ from minilm_cache.models.load import load_model
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session, Silent
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.graph import Graphs
 from tests.accelerator import NAME, Counts, accelerator, register
+from tests.replay import Replayer
 
 CODECS = ("topk", "vectors", "dense")
 ARCH, BATCH, LENGTH = "3x384", 32, 128
+REPLAYED = 9
+"""Steps until the last one is replayed: decoding and then the step are recorded and checked before."""
 SIZES = Sizes(
     teacher={
         "hidden_size": 384,
@@ -74,7 +78,11 @@ def main() -> None:
         bench = prepare(Path(folder), torch.device(NAME), SIZES)
         load_model(bench.teacher)  # transformers leaves buffers empty if it loads its first model in a mode
         for codec in CODECS:
-            counted = {"batch_of_a_dump": _dump(bench, codec), "training_step": _step(bench, codec)}
+            counted = {
+                "batch_of_a_dump": _dump(bench, codec),
+                "training_step": _step(bench, codec),
+                "step_as_a_graph": _step(bench, codec, replays=True),
+            }
             result[codec] = counted
     write_result("device_counts", result)
 
@@ -87,14 +95,15 @@ def _dump(bench: Bench, codec: str) -> dict[str, int]:
     return progress.batches[2]  # the first ones make constants that stay on the device
 
 
-def _step(bench: Bench, codec: str) -> dict[str, int]:
+def _step(bench: Bench, codec: str, *, replays: bool = False) -> dict[str, int]:
     cache = open_cache(bench.folder / codec)
     config = TrainConfig(arch=(ARCH,), batch_size=BATCH, precision="float32")
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     with accelerator() as (device, counts):
-        (trainer,) = trainers_of(cache, config, device)
-        with closing(stream_of(cache, config, wanted, device=device)) as batches:
-            for _ in range(3):
+        graphs = Graphs(recorder=Replayer(counts), say=print) if replays else None
+        (trainer,) = trainers_of(cache, config, device, graphs=graphs)
+        with closing(stream_of(cache, config, wanted, device=device, graphs=graphs)) as batches:
+            for _ in range(REPLAYED if replays else 3):
                 counts.clear()
                 batch = next(batches)
                 decoded = counts.kernels.total()

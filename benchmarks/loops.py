@@ -16,6 +16,7 @@ from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.graph import Graphs, recorder_for
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
@@ -25,13 +26,28 @@ CPU = torch.device("cpu")
 TURNS = 3
 
 
-def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets, *, device: torch.device = CPU) -> Any:  # noqa: ANN401 - a generator
+def graphs_for(device: torch.device) -> Graphs | None:
+    """Return graphs of steps on a device. None means that it has none."""
+    recorder = recorder_for(device)
+    return None if recorder is None else Graphs(recorder=recorder, say=print)
+
+
+def stream_of(
+    cache: Cache,
+    config: TrainConfig,
+    wanted: WantedTargets,
+    *,
+    device: torch.device = CPU,
+    graphs: Graphs | None = None,
+) -> Any:  # noqa: ANN401 - a generator
     """Return the batches of a run, read from disk."""
-    reader = BatchReader(cache, wanted, pad_token=0, device=device)
+    reader = BatchReader(cache, wanted, pad_token=0, device=device, graphs=graphs)
     return reader.train_batches(plan_steps(config, cache.reader), 0)
 
 
-def trainers_of(cache: Cache, config: TrainConfig, device: torch.device = CPU) -> list[StudentTrainer]:
+def trainers_of(
+    cache: Cache, config: TrainConfig, device: torch.device = CPU, *, graphs: Graphs | None = None
+) -> list[StudentTrainer]:
     """Return trainers of new students."""
     heads = cache.manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads) for arch in config.arch]
@@ -42,6 +58,7 @@ def trainers_of(cache: Cache, config: TrainConfig, device: torch.device = CPU) -
         objective=choose_objective(config, cache, arch=config.arch),
         steps=10**6,
         ranks=Ranks.alone(device),
+        graphs=graphs,
     )
 
 

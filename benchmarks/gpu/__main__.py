@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.correctness import compiled, correctness
+from benchmarks.gpu.correctness import compiled, correctness, replayed
 from benchmarks.gpu.dumping import dumping, dumping_otherwise
 from benchmarks.gpu.inputs import LARGE, SMALL, Bench, prepare
 from benchmarks.gpu.profiling import profiling
@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[dict[str, Any]]]] = {
     "dump": dumping,
     "profile": profiling,
     "forms_of_the_loss": forms,
+    "replayed": replayed,
     "compiled": compiled,
     "correctness": correctness,
     "train": training,

@@ -1,4 +1,4 @@
-"""What a device computes against a CPU, and compiled students against uncompiled ones, in float32."""
+"""What a device computes against a CPU, and compiled or replayed students against others, in float32."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,17 +9,18 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.gpu.inputs import Bench
-from benchmarks.loops import CPU, stream_of, trainers_of
+from benchmarks.loops import CPU, graphs_for, stream_of, trainers_of
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.graph import Graphs
 
 CODECS = ("topk", "vectors", "dense")
-STEPS = 10
-"""Steps that compiled students are trained for."""
+STEPS = 20
+"""Steps that students are trained for."""
 
 
 def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -47,20 +48,43 @@ def compiled(bench: Bench) -> Iterator[dict[str, Any]]:
     On a GPU their graphs are replayed, and write their gradients into the same memory.
     `graphs_not_replayed` is the number of graphs for which the compiler chose otherwise.
     """
+    yield {**_compared(bench, compiled=True), "graphs_not_replayed": counters["inductor"]["cudagraph_skips"]}
+
+
+def replayed(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield how far students of one run whose steps are replayed as graphs are from others, on a GPU.
+
+    Nothing is yielded for devices without graphs.
+    """
+    graphs = graphs_for(bench.device)
+    if graphs is not None:
+        row = _compared(bench, graphs=graphs)
+        yield {**row, "graphs_are_used": graphs.are_used, "places": graphs.num_places}
+
+
+def _compared(bench: Bench, *, compiled: bool = False, graphs: Graphs | None = None) -> dict[str, Any]:
+    """Return how far students are, after some steps, from those that take them kernel by kernel."""
     arch = (*bench.sizes.arch[:2], f"{bench.sizes.arch[0]}:s1")
     cache = bench.cache("topk", min(bench.sizes.lengths))
-    plain, other = (_last_losses(bench, cache, arch, compiled=is_compiled) for is_compiled in (False, True))
-    yield {
+    plain = _last_losses(bench, cache, arch)
+    other = _last_losses(bench, cache, arch, compiled=compiled, graphs=graphs)
+    return {
         "students": arch,
         "steps": STEPS,
         "loss_relative_differences": [
             abs(found - expected) / expected for found, expected in zip(other, plain, strict=True)
         ],
-        "graphs_not_replayed": counters["inductor"]["cudagraph_skips"],
     }
 
 
-def _last_losses(bench: Bench, cache: Cache, arch: tuple[str, ...], *, compiled: bool) -> list[float]:
+def _last_losses(
+    bench: Bench,
+    cache: Cache,
+    arch: tuple[str, ...],
+    *,
+    compiled: bool = False,
+    graphs: Graphs | None = None,
+) -> list[float]:
     """Return the loss of each student of a run in its last step."""
     config = TrainConfig(
         arch=arch,
@@ -72,8 +96,8 @@ def _last_losses(bench: Bench, cache: Cache, arch: tuple[str, ...], *, compiled:
         compiled=compiled,
     )
     wanted = choose_objective(config, cache, arch=arch).wanted
-    trainers = trainers_of(cache, config, bench.device)
-    with closing(stream_of(cache, config, wanted, device=bench.device)) as batches:
+    trainers = trainers_of(cache, config, bench.device, graphs=graphs)
+    with closing(stream_of(cache, config, wanted, device=bench.device, graphs=graphs)) as batches:
         for step in range(STEPS):
             batch = next(batches)
             losses = [float(trainer.step(batch, step).total) for trainer in trainers]

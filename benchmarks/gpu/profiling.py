@@ -12,11 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.inputs import Bench
 from benchmarks.gpu.training import CODEC
-from benchmarks.loops import stream_of, synchronize, trainers_of
+from benchmarks.loops import graphs_for, stream_of, synchronize, trainers_of
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.train.config import TrainConfig
 
 STEPS = 8
+WARMUPS = 2
+"""Rounds of steps before any that is looked at."""
 MOST = 8
 """Calls and kernels that are named."""
 
@@ -24,16 +26,19 @@ MOST = 8
 def profiling(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield what steps of the first shape wait for, with a small batch, where launches cost most.
 
-    One row is for students as they are, and one, on a GPU, for compiled ones.
+    One row is for students whose steps are launched kernel by kernel, and on a GPU one for compiled ones and
+    one for steps that are replayed as graphs.
     """
-    for compiled in (False, True) if bench.device.type == "cuda" else (False,):
+    is_gpu = bench.device.type == "cuda"
+    for compiled, graph in ((False, False), (True, False), (False, True)) if is_gpu else ((False, False),):
         config = TrainConfig(
             arch=bench.sizes.arch[:1],
             batch_size=bench.sizes.batch_sizes[0],
             device=bench.device.type,
             compiled=compiled,
+            graph=graph,
         )
-        yield {"compiled": compiled, "steps": STEPS, **_profile(bench, config)}
+        yield {"compiled": compiled, "graph": graph, "steps": STEPS, **_profile(bench, config)}
 
 
 def _profile(bench: Bench, config: TrainConfig) -> dict[str, Any]:
@@ -41,16 +46,18 @@ def _profile(bench: Bench, config: TrainConfig) -> dict[str, Any]:
     is_gpu = bench.device.type == "cuda"
     cache = bench.cache(CODEC, bench.sizes.lengths[0])
     wanted = choose_objective(config, cache, arch=config.arch).wanted
-    (trainer,) = trainers_of(cache, config, bench.device)
+    graphs = graphs_for(bench.device) if config.graph else None
+    (trainer,) = trainers_of(cache, config, bench.device, graphs=graphs)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    with closing(stream_of(cache, config, wanted, device=bench.device)) as batches:
+    with closing(stream_of(cache, config, wanted, device=bench.device, graphs=graphs)) as batches:
 
         def steps() -> None:
             for _ in range(STEPS):
                 trainer.step(next(batches), 0)
             synchronize(bench.device)
 
-        steps()
+        for _ in range(WARMUPS):
+            steps()
         waits = _synchronisations(steps) if is_gpu else None
         started = time.perf_counter()
         steps()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
@@ -9,20 +10,22 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.inputs import Bench
-from benchmarks.loops import offline, rates, stream_of, trainers_of, usual
+from benchmarks.loops import graphs_for, offline, rates, stream_of, trainers_of, usual
 from minilm_cache.cache import Cache
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.loss import Method, relation_loss, scores_bytes
 from minilm_cache.relations.scores import DenseRows, Targets, Vectors
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.graph import Graphs, Replayed
 from minilm_cache.train.heldout import with_live_targets
 
-WARMUPS = 4
-"""Steps before any that is timed. The first three compile, warm up and record compiled students."""
+WARMUPS = 14
+"""Steps before any that is timed: compiling takes three, and graphs are recorded and checked, one after the
+other: of decoding, of the teacher, of a student."""
 KEPT_BATCHES = 4
 """Batches that are kept in memory, decoded."""
 CODEC = "vectors"
@@ -77,8 +80,9 @@ def _ways(
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     tokens_only = WantedTargets(kinds=())
 
-    def opened(targets: WantedTargets) -> Any:  # noqa: ANN401 - a generator
-        return stack.enter_context(closing(stream_of(cache, config, targets, device=bench.device)))
+    def opened(targets: WantedTargets, graphs: Graphs | None = None) -> Any:  # noqa: ANN401 - a generator
+        stream = stream_of(cache, config, targets, device=bench.device, graphs=graphs)
+        return stack.enter_context(closing(stream))
 
     kept = list(islice(opened(wanted), KEPT_BATCHES))
     live = with_live_targets(opened(tokens_only), teacher, wanted)
@@ -91,9 +95,32 @@ def _ways(
             bench.teacher, cache, config=config, batches=opened(tokens_only), device=bench.device
         ),
     }
+    graphs, online = graphs_for(bench.device), graphs_for(bench.device)
+    if graphs is not None and online is not None:
+        trainers = trainers_of(cache, config, bench.device, graphs=graphs)
+        ways["as graphs"] = offline(trainers, opened(wanted, graphs))
+        replayed = _replayed_live(opened(tokens_only, online), teacher, wanted, graphs=online)
+        ways["online, as graphs"] = offline(trainers_of(cache, config, bench.device, graphs=online), replayed)
     if compiles:
         ways["compiled"] = offline(trainers_of(cache, compiled, bench.device), opened(wanted))
     return ways
+
+
+def _replayed_live(
+    batches: Iterator[StudentBatch], teacher: Teacher, wanted: WantedTargets, *, graphs: Graphs
+) -> Iterator[StudentBatch]:
+    """Yield batches with a teacher's targets, whose forward pass is a graph, too."""
+    at_places: dict[int, Replayed[StudentBatch]] = {}
+    for batch in batches:
+        if batch.place is None:
+            yield next(with_live_targets([batch], teacher, wanted))
+            continue
+        forward = at_places.setdefault(
+            batch.place,
+            Replayed(graphs, lambda batch=batch: next(with_live_targets([batch], teacher, wanted))),  # type: ignore[misc]
+        )
+        stays = forward.is_next_replayed
+        yield replace(forward(), place=batch.place if stays else None)
 
 
 def _over(measured: dict[str, float]) -> dict[str, float]:

@@ -45,6 +45,7 @@ def device_counts() -> str:
             f"{result[codec]['batch_of_a_dump']['waits']} / {result[codec]['batch_of_a_dump']['kernels']}",
             f"{result[codec]['training_step']['waits']} / {result[codec]['training_step']['kernels']}",
             str(result[codec]["training_step"]["kernels_of_decoding"]),
+            f"{result[codec]['step_as_a_graph']['waits']} / {result[codec]['step_as_a_graph']['kernels']}",
         ]
         for codec in ("topk", "vectors", "dense")
     ]
@@ -54,6 +55,7 @@ def device_counts() -> str:
             "batch of a dump: waits / kernels",
             "training step: waits / kernels",
             "of them for decoding",
+            "step as a graph: waits / launches",
         ],
         rows,
     )

@@ -40,6 +40,11 @@ class Losses(NamedTuple):
     units: Mapping[str, Unit]
     """What each part is a mean over."""
 
+    def copied(self) -> "Losses":
+        """Return the same losses in memory of their own, which one kernel fills."""
+        total, *parts = torch.stack([self.total, *self.parts.values()]).unbind()
+        return Losses(total, dict(zip(self.parts, parts, strict=True)), self.units)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveRequest:

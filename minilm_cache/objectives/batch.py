@@ -46,6 +46,9 @@ class StudentBatch:
     text of each pair."""
     signals: Signals = field(default_factory=Signals)
     """What else the teacher gives, as far as it is wanted."""
+    place: int | None = None
+    """Number of the place in memory where all tensors of this batch are, until the next batch with this
+    number comes there. None means that the batch has its own memory."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Makes batches for students: segments are read and checked in threads, and decoded for all students."""
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -38,6 +38,7 @@ from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
 from minilm_cache.storage_schema.states import INDEX_PATH, LABELS, READ_PATH, WEIGHT_PATH
 from minilm_cache.store.reader import Segment
 from minilm_cache.train.config import Batches
+from minilm_cache.train.graph import Graphs, Replayed, rounded_length, tensors_of
 from minilm_cache.train.sampler import Buffer, StepPlan
 
 _LEAST_BUFFERS = 2
@@ -60,6 +61,32 @@ class _StoredBatch:
     """The teacher's mean row entropy of each sequence, nats."""
     beside: tuple[Tensor, ...]
     """What each of `WantedTargets.beside` has of the sequences."""
+
+    def to(self, device: torch.device) -> "_StoredBatch":
+        """Return the same batch on a device, without waiting for it."""
+        return replace(
+            self,
+            inputs=self.inputs.to(device),
+            queries=None if self.queries is None else send(self.queries, device),
+            # Rows stay small integers, as stored, until a codec decodes them into relations.
+            rows={path: send(values, device) for path, values in self.rows.items()},
+            masked=None if self.masked is None else self.masked.to(device),
+            entropy={kind: send(values, device) for kind, values in self.entropy.items()},
+            beside=tuple(send(each, device) for each in self.beside),
+        )
+
+
+class _Place(NamedTuple):
+    """A place on the device for batches of one form, which are decoded by a graph."""
+
+    number: int
+    stored: _StoredBatch
+    decode: Replayed[StudentBatch]
+
+    def put(self, stored: _StoredBatch) -> None:
+        """Copy a batch of this form here, without waiting for the device."""
+        for place, values in zip(tensors_of(self.stored), tensors_of(stored), strict=True):
+            place.copy_(values, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +126,7 @@ class BatchReader:
         pad_token: int,
         device: torch.device,
         tokens: StudentTokens | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Prepare to read what students need, and nothing else.
 
@@ -108,8 +136,11 @@ class BatchReader:
             pad_token: token id that fills positions beyond a sequence's end.
             device: device on which batches are decoded and returned.
             tokens: how students read the sequences of the cache. None means that they read its token ids.
+            graphs: graphs that decode batches of steps. None means that a device is given kernel by kernel.
         """
         self._cache = cache
+        self._graphs = graphs
+        self._places: dict[Hashable, _Place] = {}
         self._wanted = wanted
         self._codecs = [cache.codecs[layer].to(device) for layer in wanted.layers or cache.layers[-1:]]
         signals_codec = cache.signals_codec
@@ -158,7 +189,12 @@ class BatchReader:
                 total: Counts = {unit: sum(batch.counts[unit] for batch in step.values()) for unit in UNITS}
                 for part, stored in step.items():
                     ends_step = part == plan.own_parts[-1]
-                    yield self._decode(stored, part=part, step_counts=total, ends_step=ends_step)
+                    batch = (
+                        self._decode(stored) if self._graphs is None else self._replayed(stored, self._graphs)
+                    )
+                    yield replace(
+                        batch, part=part, step_counts=total, counts=stored.counts, ends_step=ends_step
+                    )
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
         """Yield the first `max_sequences` held-out sequences, in order."""
@@ -174,7 +210,7 @@ class BatchReader:
             wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
             segments = {n: segments.get(n) or self._read(n) for n in wanted}
             stored = self._gather([(segments, numbers, 0)])
-            yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
+            yield self._decode(stored)
 
     def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
         """Yield each buffer with its segments, while the segments of the buffers after it are read."""
@@ -238,7 +274,8 @@ class BatchReader:
 
     def _gather(self, pieces: Sequence[_Piece]) -> _StoredBatch:
         """Copy sequences out of their segments into a batch that can be sent to the device."""
-        gathered = _gathered_rows(pieces, self._read_plan)
+        most = None if self._graphs is None else self._cache.manifest.identity.packing.max_length
+        gathered = _gathered_rows(pieces, self._read_plan, most)
         numbers = np.concatenate([numbers for _, numbers, _ in pieces])
         rows = {path: torch.from_numpy(values) for path, values in gathered.rows.items()}
         lengths = torch.from_numpy(gathered.lengths)
@@ -269,21 +306,40 @@ class BatchReader:
             beside=tuple(pin(each.of(numbers), self._device) for each in self._wanted.beside),
         )
 
-    def _decode(
-        self, stored: _StoredBatch, *, part: int, step_counts: Counts, ends_step: bool
-    ) -> StudentBatch:
-        inputs = stored.inputs.to(self._device)
-        lengths = inputs.lengths
-        # Rows stay small integers, as stored, until a codec decodes them into relations.
-        rows = {path: send(values, self._device) for path, values in stored.rows.items()}
+    def _decode(self, stored: _StoredBatch) -> StudentBatch:
+        """Return a batch that is a step of its own."""
+        return self._decoded(stored.to(self._device))
+
+    def _replayed(self, stored: _StoredBatch, graphs: Graphs) -> StudentBatch:
+        """Return a batch whose tensors are where those of all batches of its form are, if there is room."""
+        if stored.masked is not None or stored.queries is not None:  # as many numbers as chance has it
+            return self._decode(stored)
+        form = (stored.inputs.is_full, *((part.shape, part.dtype) for part in tensors_of(stored)))
+        place = self._places.get(form)
+        if place is None:
+            number = graphs.new_place()
+            if number is None:
+                return self._decode(stored)
+            here = stored.to(self._device)
+            place = _Place(number, here, Replayed(graphs, lambda: self._decoded(here)))
+            self._places[form] = place
+        else:
+            place.put(stored)
+        stays = place.decode.is_next_replayed
+        return replace(place.decode(), place=place.number if stays else None)
+
+    def _decoded(self, stored: _StoredBatch) -> StudentBatch:
+        """Return a batch of the device, decoded there."""
+        lengths, rows = stored.inputs.lengths, stored.rows
         decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
         signals = Signals()
         if self._signals_codec is not None:
             unmasked = [name for name in self._wanted.signals if name != LABELS]
-            masked = None if stored.masked is None else stored.masked.to(self._device)
-            signals = replace(self._signals_codec.decode(rows, unmasked, lengths=lengths), masked=masked)
+            signals = replace(
+                self._signals_codec.decode(rows, unmasked, lengths=lengths), masked=stored.masked
+            )
         for source, held in zip(self._wanted.beside, stored.beside, strict=True):
-            joined = source.joined(signals[source.signal], send(held, self._device))
+            joined = source.joined(signals[source.signal], held)
             signals = replace(signals, values={**signals.values, source.signal: joined})
         targets = tuple(
             {
@@ -293,12 +349,12 @@ class BatchReader:
             for layer in decoded
         )
         return StudentBatch(
-            inputs=inputs,
-            queries=None if stored.queries is None else send(stored.queries, self._device),
+            inputs=stored.inputs,
+            queries=stored.queries,
             counts=stored.counts,
-            part=part,
-            step_counts=step_counts,
-            ends_step=ends_step,
+            part=0,
+            step_counts=stored.counts,
+            ends_step=True,
             targets=targets,
             vectors=self._vectors(rows) if self._wanted.vectors else (),
             signals=signals,
@@ -312,7 +368,7 @@ class BatchReader:
         self, kind: RelationKind, rows: RowTargets, *, stored: _StoredBatch, lengths: Int[Tensor, " batch"]
     ) -> Targets:
         if kind in stored.entropy:
-            return Targets(rows, send(stored.entropy[kind], self._device))
+            return Targets(rows, stored.entropy[kind])
         batch, length = stored.inputs.ids.shape
         if choose_method(batch, self._num_heads, length, device=self._device) == "sdpa":
             return Targets(rows, None)
@@ -382,15 +438,22 @@ class _GatheredRows(NamedTuple):
     entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
 
 
-def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _GatheredRows:
-    """Copy sequences out of their segments into padded arrays."""
+def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan, most: int | None) -> _GatheredRows:
+    """Copy sequences out of their segments into padded arrays.
+
+    Args:
+        pieces: sequences, and the segments that hold them.
+        read_plan: what is copied.
+        most: greatest number of tokens of any sequence, whose eighths lengths are rounded up to. None means
+            that they are not rounded.
+    """
     sequences = [
         (next(segment for segment in segments.values() if number in segment), number, epoch)
         for segments, numbers, epoch in pieces
         for number in numbers.tolist()
     ]
     lengths = np.asarray([segment.length(number) for segment, number, _ in sequences])
-    longest = int(lengths.max())
+    longest = int(lengths.max()) if most is None else rounded_length(int(lengths.max()), most)
     is_full = longest == lengths.min()
     rows = {}
     for path in ("tokens", *read_plan.paths):

@@ -103,6 +103,9 @@ class ComputeSettings(DeviceSettings):
     """Compute activations inside layers again in the backward pass instead of keeping them."""
     compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
     """Compile students by torch.compile: a GPU then launches a whole forward pass at once."""
+    graph: bool = True
+    """Record whole steps on a GPU, and launch each as one, where batches have few forms. Their lengths are
+    rounded up to eighths of the greatest one for it."""
     place: Literal["data", "students"] = "data"
     """What the processes of torchrun divide among themselves."""
     streams: Annotated[int, Field(ge=1)] | None = None

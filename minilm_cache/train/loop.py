@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NoReturn
@@ -12,7 +12,7 @@ import torch
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.objectives.base import Losses
-from minilm_cache.objectives.batch import UNITS, StudentBatch
+from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
 from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
@@ -128,19 +128,10 @@ class TrainingLoop:
         totals = {unit: round(count * share) for unit, count in zip(UNITS, sums, strict=True)}
         num_tokens = totals["tokens"]
         step = self.state.step
-        for trainer in self.trainers:
-            trainer.begin(step)
-        losses: list[Losses] = []
-        while True:
-            shares = {unit: batch.counts[unit] / max(totals[unit], 1) for unit in UNITS}
-            for trainer in self.trainers:
-                trainer.learn(batch, step, shares)
-                if batch.ends_step:  # a student's gradients are used and freed before the next has its own
-                    losses.append(trainer.update())
-            if batch.ends_step:
-                break
-            batch = next(stream)
-        journal.add(losses)
+        if batch.place is None:
+            journal.add(self._learn(batch, stream, totals=totals))
+        else:
+            journal.add([trainer.step(batch, step) for trainer in self.trainers])
         self.state.step = taken = step + 1
         self.session.progress.advance(num_tokens, journal.losses_in_words)
         at_checkpoint = taken % self.config.checkpoint_steps == 0 or taken == self.steps
@@ -153,6 +144,24 @@ class TrainingLoop:
         if at_checkpoint:
             self._save(sitting)
         return num_tokens
+
+    def _learn(
+        self, batch: StudentBatch, stream: Iterator[StudentBatch], *, totals: Mapping[Unit, int]
+    ) -> list[Losses]:
+        """Take a step from its first part on; return the losses of each student."""
+        step = self.state.step
+        for trainer in self.trainers:
+            trainer.begin(step)
+        losses: list[Losses] = []
+        while True:
+            shares = {unit: batch.counts[unit] / max(totals[unit], 1) for unit in UNITS}
+            for trainer in self.trainers:
+                trainer.learn(batch, step, shares)
+                if batch.ends_step:  # a student's gradients are used and freed before the next has its own
+                    losses.append(trainer.update())
+            if batch.ends_step:
+                return losses
+            batch = next(stream)
 
     def _next(self, stream: Iterator[StudentBatch], journal: "_Journal", sitting: _Sitting) -> StudentBatch:
         """Return the next batch; a stop while its segment is fetched keeps the state.

@@ -27,6 +27,7 @@ from minilm_cache.train.card import cached_tokenizer, save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder
+from minilm_cache.train.graph import Graphs, graphs_of
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
@@ -326,7 +327,8 @@ class _Run:
         state = load_state(folder.checkpoints)
         state.check(folder.checkpoints, arch=self.identity.arch, steps=self.identity.steps)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
-        trainers = self.build(alive, ranks)
+        graphs = graphs_of(config, self.objective, ranks, say=session.progress.note)
+        trainers = self.build(alive, ranks, graphs)
         if not state.step:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
             for trainer in trainers:  # machines may round a fit differently, and replicas must not differ
@@ -353,7 +355,7 @@ class _Run:
                 tracker=tracker,
                 session=session,
             )
-            tokens_per_s = loop.run(self.batches(), plan)
+            tokens_per_s = loop.run(self.batches(graphs), plan)
         return self._result(self.finish(record, trainers, state), tokens_per_s)
 
     def _result(self, record: RunRecord, tokens_per_s: float | None) -> TrainResult:
@@ -363,7 +365,9 @@ class _Run:
             path=path, record=record, tokens_per_s=tokens_per_s, num_held_out=held_out, is_first=is_first
         )
 
-    def build(self, shapes: Sequence[StudentShape], ranks: Ranks) -> list[StudentTrainer]:
+    def build(
+        self, shapes: Sequence[StudentShape], ranks: Ranks, graphs: Graphs | None = None
+    ) -> list[StudentTrainer]:
         """Return students with their initial weights."""
         return build_trainers(
             self.config,
@@ -374,16 +378,22 @@ class _Run:
             steps=self.identity.steps,
             ranks=ranks,
             tokens=self.tokens,
+            graphs=graphs,
         )
 
-    def batches(self) -> BatchReader:
-        """Return a reader of batches for the students."""
+    def batches(self, graphs: Graphs | None = None) -> BatchReader:
+        """Return a reader of batches for the students.
+
+        Args:
+            graphs: graphs that decode batches of steps. None means that there are none.
+        """
         return BatchReader(
             self.cache,
             self.objective.wanted,
             pad_token=self.pad_token,
             device=self.ranks.device,
             tokens=self.tokens,
+            graphs=graphs,
         )
 
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:

@@ -28,6 +28,7 @@ from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
+from minilm_cache.train.graph import Graphs
 from minilm_cache.train.initial import Beginnings, InitialWeights, random_weights
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer, precision_of
@@ -155,6 +156,7 @@ def build_trainers(
     ranks: Ranks,
     beginnings: Beginnings | None = None,
     tokens: StudentTokens | None = None,
+    graphs: Graphs | None = None,
 ) -> list[StudentTrainer]:
     """Return students with their initial weights, which do not depend on the other students of the run.
 
@@ -167,6 +169,7 @@ def build_trainers(
         ranks: the processes of the run.
         beginnings: initial weights of the students. None means random weights.
         tokens: how students read the sequences of the cache. None means that they read its token ids.
+        graphs: graphs that take steps. None means that a device is given kernel by kernel.
 
     Raises:
         InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
@@ -198,7 +201,9 @@ def build_trainers(
         model = _begun(model_config, initial, tokens, seed=seed, head=objective.head)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
-            StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
+            StudentTrainer(
+                shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks, graphs=graphs
+            )
         )
     return trainers
 

@@ -1,6 +1,6 @@
 """Trains one student: its model, its objective, its optimizer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
 from minilm_cache.objectives.check import Objective
 from minilm_cache.relations.loss import Method
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.graph import Graphs, Replayed
 from minilm_cache.train.ranks import Ranks
 
 _PROJECTIONS_PART = 2**32 - 1
@@ -33,6 +34,7 @@ class StudentTrainer:
         objective: Objective,
         steps: int,
         ranks: Ranks,
+        graphs: Graphs | None = None,
     ) -> None:
         """Begin at step 0.
 
@@ -43,6 +45,7 @@ class StudentTrainer:
             objective: the objective of the run.
             steps: optimizer steps of the whole run; the learning rate depends on it.
             ranks: the processes of the run.
+            graphs: graphs that take steps. None means that a device is given kernel by kernel.
         """
         self.shape = shape
         self.model = model
@@ -57,7 +60,7 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            replays = replays_graphs(config, ranks.device)
+            replays = graphs is None and replays_graphs(config, ranks.device)
             self.model.compile_forward(needs.head, taps_layers=bool(needs.layers), replays=replays)
         else:
             draw_faster(self.model)
@@ -67,17 +70,12 @@ class StudentTrainer:
         self._config = config
         self._steps = steps
         self._taken: dict[str, Tensor] = {}
+        self._graphs = graphs
+        self._steps_at: dict[int, Replayed[Losses]] = {}
         self.trained = [weight for weight in self.learner.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [weight for weight in self.trained if weight.ndim > 1],
-                    "weight_decay": config.weight_decay,
-                },
-                {"params": [weight for weight in self.trained if weight.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            fused=True,
+        self._rate = None if graphs is None else torch.tensor(config.lr, device=ranks.device)
+        self.optimizer = _adamw(
+            self.trained, config.weight_decay, config.lr if self._rate is None else self._rate
         )
 
     @property
@@ -90,13 +88,19 @@ class StudentTrainer:
     def step(self, batch: StudentBatch, step: int) -> Losses:
         """Take one optimizer step on a batch that is a whole step."""
         self.begin(step)
+        if self._graphs is not None and batch.place is not None:
+            seed = _part_seed(self._seed, step, batch.part)
+            return self._at_place(batch, self._graphs)(lambda: torch.manual_seed(seed)).copied()
         self.learn(batch, step, dict.fromkeys(UNITS, 1.0))
         return self.update()
 
     def begin(self, step: int) -> None:
         """Set the learning rate of a step, and clear the losses of the previous one."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self._config, step, self._steps)
+        rate = learning_rate(self._config, step, self._steps)
+        if self._rate is not None:
+            self._rate.fill_(rate)
+        for group in self.optimizer.param_groups if self._rate is None else ():
+            group["lr"] = rate
         drops = self._config.dropout == "teacher"
         if self.model.training != drops:  # to set the mode of all modules takes as long as tens of kernels
             self.model.train(drops)
@@ -116,6 +120,9 @@ class StudentTrainer:
             shares: share of the step's tokens, sequences, ... (summed over all processes) that this part has.
         """
         torch.manual_seed(_part_seed(self._seed, step, batch.part))
+        self._add_gradient(batch, shares)
+
+    def _add_gradient(self, batch: StudentBatch, shares: Mapping[Unit, float]) -> None:
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
             losses = self._losses(self._parallel, batch, method=None, shares=shares)
             # DistributedDataParallel takes the mean of gradients over processes; this makes it their sum.
@@ -130,6 +137,27 @@ class StudentTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self.learner.objective.losses(self._taken)
+
+    def _at_place(self, batch: StudentBatch, graphs: Graphs) -> Replayed[Losses]:
+        """Return the steps on batches of a place, which is where this one is."""
+        assert batch.place is not None
+        if batch.place not in self._steps_at:
+            weights = [weight.detach() for weight in self.trained]
+            self._steps_at[batch.place] = Replayed(
+                graphs, lambda: self._whole(batch), weights=weights, state=self._moments
+            )
+        return self._steps_at[batch.place]
+
+    def _whole(self, batch: StudentBatch) -> Losses:
+        """Take a step on a batch that is a whole step, from its forward pass to the new weights."""
+        self.optimizer.zero_grad(set_to_none=True)  # a recording that failed may have left gradients
+        self._taken = {}
+        self._add_gradient(batch, dict.fromkeys(UNITS, 1.0))
+        return self.update()
+
+    def _moments(self) -> list[Tensor]:
+        """Return what steps change in addition to the weights."""
+        return [value for moments in self.optimizer.state.values() for value in moments.values()]
 
     def is_finite(self) -> bool:
         """Return whether no trained weight is NaN or infinite."""
@@ -208,7 +236,7 @@ def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32"
 
 def faster_option(config: TrainConfig, device: torch.device, head: Head | None) -> str | None:
     """Return what to say about an option that trains faster on a device. None means that there is none."""
-    is_eager = not (config.compiled or config.gradient_checkpointing)
+    is_eager = not (config.compiled or config.gradient_checkpointing or config.graph)
     if is_eager and head != "tokens" and replays_graphs(config, device):
         return "students that are small for this GPU train about twice as fast with --compile"
     if device == CPU and config.precision is None and has_bfloat16():
@@ -231,6 +259,20 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     if step < rise:
         return config.lr * (step + 1) / rise
     return config.lr * (steps - step) / (steps - rise)
+
+
+def _adamw(trained: Sequence[nn.Parameter], weight_decay: float, rate: float | Tensor) -> torch.optim.AdamW:
+    """Return the optimizer of weights; vectors, such as biases, do not decay.
+
+    Args:
+        trained: weights.
+        weight_decay: decay of matrices.
+        rate: learning rate; a tensor where steps are replayed by a graph, which reads it from memory.
+    """
+    matrices = [weight for weight in trained if weight.ndim > 1]
+    vectors = [weight for weight in trained if weight.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, fused=True, capturable=isinstance(rate, Tensor))
 
 
 def _part_seed(seed: int, step: int, part: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.__main__ import PARTS, main
+from tests.replay import Replayer
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
@@ -42,6 +43,19 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
     assert row["over_usual_online"] > 0
     (profile,) = result["profile"]
     assert profile["slowest_calls_ms"]
+
+
+def test_ways_that_are_replayed_as_graphs_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = Replayer()
+    monkeypatch.setattr("benchmarks.loops.recorder_for", lambda _: recorder)
+    result = run(monkeypatch, tmp_path / "gpu.json", "--part", "replayed", "--part", "train")
+
+    (row,) = result["replayed"]
+    assert row["graphs_are_used"]
+    assert row["loss_relative_differences"] == pytest.approx([0, 0], abs=1e-5)
+    (row,) = result["train"]
+    assert row["tokens_per_s"].keys() >= {"as graphs", "online, as graphs"}
+    assert recorder.replays > 10
 
 
 def test_compiled_students_learn_the_same(tmp_path: Path, soak: int) -> None:

@@ -119,6 +119,29 @@ def test_a_finer_step_brings_rows_back_more_closely(width: int, seed: int) -> No
     assert errors[1] < 0.05
 
 
+def _tf32(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 values as a GPU reads them for TF32: rounded to 11 significant bits."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+def test_rows_that_a_gpu_decodes_in_tf32_are_as_far_from_the_teacher() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 64, generator=generator) * torch.linspace(0.02, 8, 64) + 1
+    basis = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.float64))[0]
+    mean = rows.mean(0)
+    code = fit_code(rows - mean, mean, analysis=basis / 0.05, synthesis=basis * 0.05)
+    codes = code.codes(rows)
+    exact = code.rows(codes)
+    rounded = code.mean + _tf32(codes.float()) @ _tf32(code.basis.float() * code.step[:, None])
+    errors = [float((decoded - rows).norm() / rows.norm()) for decoded in (exact, rounded)]
+
+    assert codes.abs().max() > 128  # bfloat16 would not hold them
+    assert torch.equal(_tf32(codes.float()), codes.float())
+    assert float((rounded - exact).norm() / exact.norm()) < 2**-12
+    assert errors[1] == pytest.approx(errors[0], rel=5e-3)
+
+
 def test_constant_rows_still_have_one_component() -> None:
     rows = torch.full((20, 3), 2.0)
     basis = torch.eye(3, dtype=torch.float64)
