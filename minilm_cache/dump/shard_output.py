@@ -5,6 +5,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,36 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
 from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.writer import CacheWriter
+
+TOKENS: Final = "tokens"
+"""Path of the token ids, which a shard's files keep until they are committed."""
+
+
+class Room:
+    """Memory for the rows of segments, which is used again once they are written.
+
+    The first touch of new memory takes longer than to copy a batch into memory that was used before.
+    """
+
+    def __init__(self) -> None:
+        """Begin without memory."""
+        self._free: dict[str, list[npt.NDArray[np.generic]]] = {}
+
+    def array(self, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+        """Return an array for the rows of a path, with whatever it holds."""
+        free = self._free.setdefault(path, [])
+        used = free.pop() if free else None
+        if used is None or len(used) < shape[0]:
+            return np.empty(shape, dtype)
+        return used[: shape[0]]
+
+    def give_back(self, path: str, rows: npt.NDArray[np.generic]) -> None:
+        """Take the rows of a path that are written; nobody may use them any more."""
+        whole = rows.base if isinstance(rows.base, np.ndarray) else rows
+        self._free.setdefault(path, []).append(whole)
+
+
+_Places = slice | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +97,25 @@ class Segment:
             arriving: path of each array to the rows of their tokens, one sequence after the other.
         """
         arrived = arriving.wait()
-        lengths = self.lengths[chosen]
-        ends = np.cumsum(lengths)
-        places = np.repeat(self.starts[chosen] - ends + lengths, lengths) + np.arange(ends[-1])
+        sequences, tokens = self._places(chosen)
         for kind, values in self.entropy.items():
-            values[chosen] = arrived.pop(entropy_column(kind)).numpy()
+            values[sequences] = arrived.pop(entropy_column(kind)).numpy()
         for path, rows in arrived.items():
-            self.rows[path][chosen if path in self.by_sequence else places] = rows.numpy()
+            self.rows[path][sequences if path in self.by_sequence else tokens] = rows.numpy()
+
+    def _places(self, chosen: npt.NDArray[np.int64]) -> tuple[_Places, _Places]:
+        """Return where the rows of sequences and those of their tokens are.
+
+        Sequences that follow each other, as sequences of one length do, are one piece, which is copied
+        several times as fast as single rows.
+        """
+        first, last = int(chosen[0]), int(chosen[-1])
+        lengths = self.lengths[chosen]
+        if np.array_equal(chosen, np.arange(first, last + 1)):
+            start = int(self.starts[first])
+            return slice(first, last + 1), slice(start, start + int(lengths.sum()))
+        ends = np.cumsum(lengths)
+        return chosen, np.repeat(self.starts[chosen] - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +147,21 @@ class ShardOutput:
     """
 
     def __init__(
-        self, writer: CacheWriter, *, rank: int, encoders: Executor, disk: Executor, left: int
+        self, writer: CacheWriter, room: Room, *, rank: int, encoders: Executor, disk: Executor, left: int
     ) -> None:
         """Begin with nothing.
 
         Args:
             writer: the cache.
+            room: where memory of segments goes that are written.
             rank: rank of this process.
             encoders: threads that compress chunks.
             disk: one thread, which writes.
             left: tokens that this rank has to write.
         """
         self._writer = writer
+        self._room = room
+        self._written: Segment | None = None
         self._rank = rank
         self._encoders = encoders
         self._disk = disk
@@ -174,6 +220,10 @@ class ShardOutput:
         shard = self._open[0]
         assert shard.files is not None
         self.wait()  # whole segments in memory: this one and the next, which a GPU may have computed
+        if self._written is not None:
+            for path in self._written.rows.keys() - {TOKENS}:
+                self._room.give_back(path, self._written.rows[path])
+        self._written = segment
         self._pending = self._disk.submit(
             shard.files.append, segment.rows, segment.table, threads=self._encoders
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.claims import Claim, Claims
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
-from minilm_cache.dump.shard_output import Batch, Segment, ShardOutput
+from minilm_cache.dump.shard_output import TOKENS, Batch, Room, Segment, ShardOutput
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.scores import LayerRelations, mean_row_entropy
@@ -55,6 +55,8 @@ class ShardJob:
     """Signals that are written in addition to relations."""
     sequences: SequenceTable
     writer: CacheWriter
+    room: Room = field(default_factory=Room)
+    """Memory of segments."""
 
     def write(self, shards: list[int], session: Session) -> int:
         """Write this rank's shards, then those that other ranks have left, and return how many it wrote.
@@ -113,7 +115,14 @@ class ShardJob:
             _StopRequestedError: a stop was requested.
         """
         with ThreadPoolExecutor(own_cores()) as encoders, ThreadPoolExecutor(max_workers=1) as disk:
-            output = ShardOutput(self.writer, rank=self.config.rank, encoders=encoders, disk=disk, left=left)
+            output = ShardOutput(
+                self.writer,
+                self.room,
+                rank=self.config.rank,
+                encoders=encoders,
+                disk=disk,
+                left=left,
+            )
             try:
                 for claim in claims:
                     output.begin(claim)
@@ -185,9 +194,11 @@ class ShardJob:
             if not self.writer.takes_over(spec)
         ]
         rows: dict[str, npt.NDArray[np.generic]] = {
-            spec.path: np.zeros((spec.num_rows(part), *spec.row_shape), dtype=spec.dtype) for spec in specs
+            spec.path: self.room.array(spec.path, (spec.num_rows(part), *spec.row_shape), spec.dtype)
+            for spec in specs
+            if spec.path != TOKENS
         }
-        rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(manifest.identity.teacher.vocab_size))
+        rows[TOKENS] = np.concatenate(tokens.ids).astype(token_dtype(manifest.identity.teacher.vocab_size))
         # Relations that are linked or copied have their entropies in a table that is reused, too.
         kinds = manifest.identity.relations if self.codecs else ()
         return Segment(
