@@ -87,7 +87,13 @@ def export(model: PreTrainedModel | SentenceEncoder, file: Path) -> None:
                 verbose=False,
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            raise DeviceError(f"torch cannot export this model to ONNX: {first_line(error)}.") from error
+            cause: BaseException = error  # what torch says around it ends in the middle of its first line
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise DeviceError(
+                f"torch cannot export this model to ONNX: {first_line(cause).rstrip('!')}. Models of BERT's "
+                "family can be exported; this one runs in PyTorch."
+            ) from error
     # The sizes of the traced batch stand at inner values, which the quantiser would take for facts.
     written = onnx.load(file, load_external_data=False)
     del written.graph.value_info[:]

@@ -388,6 +388,9 @@ def run_recipe(init: str | None) -> str | None:
     return load_record(Path(init)).recipe
 
 
+_REMEDY: Final = "Remove the folder of the run to train it again, or give another folder."
+
+
 def load_record(folder: Path) -> RunRecord:
     """Return the record of a run.
 
@@ -410,14 +413,12 @@ def load_record(folder: Path) -> RunRecord:
         others = tuple(map(without_secrets, record.also))
         return record.model_copy(update={"cache": without_secrets(record.cache), "also": others})
     except CacheCorruptError as error:
-        raise IdentityMismatchError(
-            f"{file} is damaged: it is not a record of a run. Choose another --out."
-        ) from error
+        raise IdentityMismatchError(f"{file} is damaged: it is not a record of a run. {_REMEDY}") from error
     except OSError as error:
-        raise IdentityMismatchError(f"cannot read {file}: {error.strerror}. Choose another --out.") from error
+        raise IdentityMismatchError(f"cannot read {file}: {error.strerror}. {_REMEDY}") from error
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]["msg"]
-        raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
+        raise IdentityMismatchError(f"{file} is damaged: {problem}. {_REMEDY}") from error
 
 
 def last_logged_step(folder: Path) -> int | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
 
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
@@ -24,7 +24,7 @@ from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.integration.evaluate.test_retrieval import questions
-from tests.support import World, save_teacher, write_corpus
+from tests.support import VOCABULARY, World, save_teacher, write_corpus
 from tests.tasks import write_glue
 
 FORMS = [("--onnx",), ("--onnx", "--int8"), ("--openvino",), ("--openvino", "--int8")]
@@ -310,4 +310,26 @@ def test_misuse_is_one_line(world: World, tmp_path: Path, command: Command) -> N
     command.fails(*begin, *out, *text, "--onnx", "--max-length", 64, code=2, says="--max-length 64")
     command.fails(*begin, "--out", world.corpus, *text, "--onnx", code=2, says="exists")
     command.fails("export-model", tmp_path, *out, *text, "--onnx", code=1, says="neither a model nor a run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_torch_cannot_export_says_why(world: World, tmp_path: Path, command: Command) -> None:
+    """T5's encoder is a family whose export torch ends with several lines of its own, in colours."""
+    AutoTokenizer.from_pretrained(world.teacher).save_pretrained(tmp_path / "t5")
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "d_ff": 64}
+    T5EncoderModel(T5Config(vocab_size=len(VOCABULARY), **sizes)).save_pretrained(tmp_path / "t5")
+    save_encoder(tmp_path / "t5", "mean")
+    given = (
+        "export-model",
+        tmp_path / "t5",
+        "--onnx",
+        "--corpus",
+        world.corpus,
+        "--out",
+        tmp_path / "out",
+        *FEW,
+    )
+    line = command.fails(*given, code=1, says="cannot export this model to ONNX: Cannot view a tensor")
+
+    assert line.endswith("this one runs in PyTorch.")
     assert not (tmp_path / "out").exists()
