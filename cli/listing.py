@@ -27,7 +27,7 @@ def ls(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the caches and runs of this machine or of a folder, or the caches of a store.
+    """List the caches and runs of this machine, of a folder, chain or study, or the caches of a store.
 
     Example: minilm-cache ls s3://team/caches
     """
@@ -40,8 +40,10 @@ def ls(
     if path and not is_url(path) and not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise CacheNotFoundError(f"{store} {problem}. Give the URL or the folder of a store.")
+    runs_place = cache_home() / "runs" if store is None else folder
+    if path and not is_remote and ((folder / "caches").is_dir() or (folder / "runs").is_dir()):
+        place, runs_place = str(folder / "caches"), folder / "runs"  # a home, a chain or a study
     entries = catalogue(place)
-    runs_place = cache_home() / "runs" if store is None else Path(store)
     runs = [] if is_remote else _runs(runs_place)
     if json:
         caches = [{"url": entry.url, "problem": entry.problem, **_described(entry)} for entry in entries]

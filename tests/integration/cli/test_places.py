@@ -56,6 +56,8 @@ def test_a_folder_lists_its_caches_and_runs(world: World, home: Path, command: C
     assert cache.name in command("ls", home / "caches")[1]
     listed = json.loads(command("ls", home / "runs", "--json")[1])
     assert (listed["caches"], len(listed["runs"])) == ([], 2)
+    of_home = json.loads(command("ls", home, "--json")[1])
+    assert ([each["url"] for each in of_home["caches"]], len(of_home["runs"])) == ([str(cache)], 2)
 
 
 def test_a_misspelt_cache_to_pull_lists_those_that_are_there(home: Path, command: Command) -> None:
