@@ -63,9 +63,14 @@ class Replayer:
     replays: int = 0
     refuses: bool = False
     """True: nothing can be recorded."""
+    num_freed: int = 0
+    """How often memory was given back."""
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def free(self) -> None:
+        self.num_freed += 1
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         if self.refuses:

@@ -113,14 +113,15 @@ def _replayed_live(
     at_places: dict[int, Replayed[StudentBatch]] = {}
     for batch in batches:
         if batch.place is None:
-            yield next(with_live_targets([batch], teacher, wanted))
+            yield _live(batch, teacher, wanted)
             continue
-        forward = at_places.setdefault(
-            batch.place,
-            Replayed(graphs, lambda batch=batch: next(with_live_targets([batch], teacher, wanted))),  # type: ignore[misc]
-        )
+        forward = at_places.setdefault(batch.place, Replayed(graphs))
         stays = forward.is_next_replayed
-        yield replace(forward(), place=batch.place if stays else None)
+        yield replace(forward(partial(_live, batch, teacher, wanted)), place=batch.place if stays else None)
+
+
+def _live(batch: StudentBatch, teacher: Teacher, wanted: WantedTargets) -> StudentBatch:
+    return next(with_live_targets([batch], teacher, wanted))
 
 
 def _over(measured: dict[str, float]) -> dict[str, float]:

@@ -56,7 +56,7 @@ class TransformCode:
         """Return the rows that codes stand for, float32; the codes are on the device of this code.
 
         An NVIDIA GPU multiplies in TF32, whose 11 bits hold codes up to 2048. What is rounded is
-        `basis * step`, to 2^-12, which is far below the rounding of the codes.
+        `basis * step`, by a share of 2^-11 at most, which is far below the rounding of the codes.
         """
         with products_in("tf32") if codes.device.type == "cuda" else nullcontext():
             return torch.addmm(self.mean, codes.float(), self.basis.float() * self.step[:, None])

@@ -141,6 +141,13 @@ class Inputs:
         """Return the same sequences with other token ids, such as masked ones."""
         return replace(self, ids=ids)
 
+    def filled_up(self, length: int, pad_token: int) -> "Inputs":
+        """Return the same sequences, of one segment, padded to at least a length."""
+        more = length - self.ids.shape[1]
+        if more <= 0:
+            return self
+        return Inputs(torch.nn.functional.pad(self.ids, (0, more), value=pad_token), self.lengths)
+
     def to(self, device: torch.device) -> "Inputs":
         """Return the same batch on a device, without waiting for it."""
         return self._with(lambda part: send(part, device))

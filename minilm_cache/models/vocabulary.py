@@ -397,6 +397,11 @@ class StudentTokens(ABC):
     name: str
     """What identifies it: 12 hexadecimal digits of a hash."""
 
+    @property
+    @abstractmethod
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+
     @abstractmethod
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them.
@@ -421,6 +426,11 @@ class OtherTokenizer(StudentTokens):
         self._cached, self.tokenizer = cached, own
         self.name = tokenizer_sha256(own)[:12]
 
+    @property
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+        return int(self.tokenizer.pad_token_id)
+
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
         assert most is not None, "what is learned of tokens was refused before"
@@ -429,7 +439,7 @@ class OtherTokenizer(StudentTokens):
         ]
         texts = self._cached.batch_decode(rows, skip_special_tokens=True)
         encoded = self.tokenizer(texts, truncation=True, max_length=most, verbose=False)
-        return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), int(self.tokenizer.pad_token_id))
+        return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), self.pad_token)
 
 
 class Vocabulary(StudentTokens):
@@ -461,6 +471,11 @@ class Vocabulary(StudentTokens):
             sizes = torch.tensor([len(ids) for ids in spelled.values()])
             self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
 
+    @property
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+        return int(self._new[self.pieces.tokenizer.pad_token_id])
+
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
         if most is None:
@@ -474,4 +489,4 @@ class Vocabulary(StudentTokens):
             row if len(row) <= most else torch.cat([row[: most - 1], row[-1:]])
             for row in spelled.split(lengths)
         ]
-        return Inputs.of(rows, int(self._new[self.pieces.tokenizer.pad_token_id]))
+        return Inputs.of(rows, self.pad_token)

@@ -83,10 +83,11 @@ class _Place(NamedTuple):
     stored: _StoredBatch
     decode: Replayed[StudentBatch]
 
-    def put(self, stored: _StoredBatch) -> None:
-        """Copy a batch of this form here, without waiting for the device."""
+    def put(self, stored: _StoredBatch) -> _StoredBatch:
+        """Copy a batch of this form here, without waiting for the device, and return it."""
         for place, values in zip(tensors_of(self.stored), tensors_of(stored), strict=True):
             place.copy_(values, non_blocking=True)
+        return replace(self.stored, counts=stored.counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +275,9 @@ class BatchReader:
 
     def _gather(self, pieces: Sequence[_Piece]) -> _StoredBatch:
         """Copy sequences out of their segments into a batch that can be sent to the device."""
-        most = None if self._graphs is None else self._cache.manifest.identity.packing.max_length
-        gathered = _gathered_rows(pieces, self._read_plan, most)
+        is_rounded = self._graphs is not None and self._graphs.are_used
+        most = self._cache.manifest.identity.packing.max_length
+        gathered = _gathered_rows(pieces, self._read_plan, most if is_rounded else None)
         numbers = np.concatenate([numbers for _, numbers, _ in pieces])
         rows = {path: torch.from_numpy(values) for path, values in gathered.rows.items()}
         lengths = torch.from_numpy(gathered.lengths)
@@ -288,6 +290,8 @@ class BatchReader:
         inputs = Inputs(ids, lengths, is_full=is_full).paired(self._pair)
         if self._tokens is not None:
             inputs = self._tokens.read(inputs, self._most)
+            if is_rounded:  # reading may have changed the lengths
+                inputs = inputs.filled_up(rounded_length(inputs.ids.shape[1], most), self._tokens.pad_token)
         queries = None
         if self._pair is not None and self._wanted.queries:
             queries = query_numbers(ids.numpy(), self._pair)
@@ -320,13 +324,9 @@ class BatchReader:
             number = graphs.new_place()
             if number is None:
                 return self._decode(stored)
-            here = stored.to(self._device)
-            place = _Place(number, here, Replayed(graphs, lambda: self._decoded(here)))
-            self._places[form] = place
-        else:
-            place.put(stored)
-        stays = place.decode.is_next_replayed
-        return replace(place.decode(), place=place.number if stays else None)
+            place = self._places[form] = _Place(number, stored.to(self._device), Replayed(graphs))
+        here, stays = place.put(stored), place.decode.is_next_replayed
+        return replace(place.decode(lambda: self._decoded(here)), place=place.number if stays else None)
 
     def _decoded(self, stored: _StoredBatch) -> StudentBatch:
         """Return a batch of the device, decoded there."""
@@ -444,8 +444,7 @@ def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan, most: int | N
     Args:
         pieces: sequences, and the segments that hold them.
         read_plan: what is copied.
-        most: greatest number of tokens of any sequence, whose eighths lengths are rounded up to. None means
-            that they are not rounded.
+        most: greatest number of tokens of any sequence; lengths are rounded up. None means that they are not.
     """
     sequences = [
         (next(segment for segment in segments.values() if number in segment), number, epoch)

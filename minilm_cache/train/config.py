@@ -105,7 +105,7 @@ class ComputeSettings(DeviceSettings):
     """Compile students by torch.compile: a GPU then launches a whole forward pass at once."""
     graph: bool = True
     """Record whole steps on a GPU, and launch each as one, where batches have few forms. Their lengths are
-    rounded up to eighths of the greatest one for it."""
+    rounded up for it, to quarters of a power of two."""
     place: Literal["data", "students"] = "data"
     """What the processes of torchrun divide among themselves."""
     streams: Annotated[int, Field(ge=1)] | None = None

@@ -7,10 +7,11 @@ same work done kernel by kernel.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from minilm_cache.train.ranks import Ranks
 
 Value = TypeVar("Value")
 
-FORMS: Final = 8
-"""Padded lengths that batches are rounded up to: eighths of the greatest one."""
-_MOST_PLACES: Final = 2 * FORMS
-"""Places in memory for batches of a run: one for each length, padded or not."""
+_MOST_PLACES: Final = 24
+"""Places in memory for batches of a run, one for each form. Batches of further forms have none."""
+_SHORTEST: Final = 16
+"""Padded length up to which batches are not told apart."""
 _EAGER_CALLS: Final = 2
 """Calls before a recording. They make what lasts, such as moments of the optimizer and constants."""
 _CHECKED_CALLS: Final = 2
@@ -46,6 +47,10 @@ class Recorder(Protocol):
         """Compute work once, and return what computes it again on the same memory."""
         ...
 
+    def free(self) -> None:
+        """Give back the memory of recordings that are no longer there."""
+        ...
+
 
 class CudaRecorder:
     """Records CUDA graphs. Their temporary memory is shared, since they are replayed one after the other."""
@@ -61,13 +66,34 @@ class CudaRecorder:
         """Compute on the stream that graphs are recorded on, after all before it and before all after it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record work, which is not computed meanwhile, and compute it once."""
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            self._capture(graph, work)
+        except BaseException:
+            # Torch may leave the stream as it was in the middle of the recording, and random numbers, too,
+            # until another recording ends (https://github.com/pytorch/pytorch/issues/171263).
+            torch.cuda.set_stream(current)
+            with suppress(RuntimeError):
+                self._capture(torch.cuda.CUDAGraph(), lambda: torch.zeros(1, device=self._device).add_(1))
+            torch.cuda.set_stream(current)
+            raise
+        graph.replay()
+        return graph.replay
+
+    def free(self) -> None:
+        """Give memory back to the device."""
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
         # Other threads pin memory for the next batches meanwhile, which a recording of all would refuse.
         mode = "thread_local"
         with (
@@ -75,8 +101,6 @@ class CudaRecorder:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
         ):
             work()
-        graph.replay()
-        return graph.replay
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -89,6 +113,7 @@ class Graphs:
     are_used: bool = True
     num_places: int = 0
     """Places in memory that batches of the run have."""
+    _recorded: WeakSet["Replayed[Any]"] = field(default_factory=WeakSet)
 
     def new_place(self) -> int | None:
         """Return the number of a further place for batches. None means that there are enough."""
@@ -97,11 +122,29 @@ class Graphs:
         self.num_places += 1
         return self.num_places - 1
 
+    def add(self, replayed: "Replayed[Any]") -> None:
+        """Take note of work that has been recorded."""
+        self._recorded.add(replayed)
+
+    def with_memory(self, work: Callable[[], Value]) -> Value:
+        """Return what work returns; where memory is short, give graphs up, and begin the work anew."""
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            if not self.are_used:
+                raise
+            self.give_up(first_line(error))
+        return work()
+
     def give_up(self, why: str) -> None:
-        """Launch kernels one by one from now on, and say so."""
+        """Launch kernels one by one from now on, and say so; free the memory of all graphs."""
         if self.are_used:
             self.say(f"steps are launched kernel by kernel, not as graphs (--no-graph): {why}")
         self.are_used = False
+        for replayed in self._recorded:
+            replayed.forget()
+        self._recorded.clear()
+        self.recorder.free()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
@@ -125,7 +168,6 @@ def graphs_of(
         return None
     graphs = Graphs(recorder=recorder, say=say)
     of = f"--objective {config.objective}"
-    of = f"--objective {config.objective}"
     reasons = {
         "--accumulate: a step has several parts": config.accumulate > 1,
         "processes add their gradients": ranks.num_data > 1,
@@ -139,28 +181,14 @@ def graphs_of(
 
 
 class Replayed(Generic[Value]):
-    """Work that reads the same memory in each call, and is replayed as a graph after its first calls."""
+    """Work that reads the same memory in each call, and is replayed as a graph after its first calls.
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        work: Callable[[], Value],
-        *,
-        weights: Sequence[Tensor] = (),
-        state: Callable[[], Sequence[Tensor]] = tuple,
-    ) -> None:
-        """Prepare to record work.
+    It keeps no work, so that nothing that the work refers to is kept in memory by it.
+    """
 
-        Args:
-            graphs: the graphs of the run.
-            work: what is computed. A replay overwrites what it has returned.
-            weights: tensors that the work updates.
-            state: returns the other tensors that it changes, once they are there.
-        """
+    def __init__(self, graphs: Graphs) -> None:
+        """Prepare to record work by the graphs of a run."""
         self._graphs = graphs
-        self._work = work
-        self._weights = weights
-        self._state = state
         self._calls = 0
         self._replay: Callable[[], None] | None = None
         self._result: Value | None = None
@@ -170,11 +198,21 @@ class Replayed(Generic[Value]):
         """Whether the next call returns the result of a graph, which each call after it overwrites."""
         return self._graphs.are_used and self._calls >= _EAGER_CALLS + _CHECKED_CALLS
 
-    def __call__(self, prepare: Callable[[], object] = tuple) -> Value:
+    def __call__(
+        self,
+        work: Callable[[], Value],
+        *,
+        prepare: Callable[[], object] = tuple,
+        weights: Sequence[Tensor] = (),
+        state: Sequence[Tensor] = (),
+    ) -> Value:
         """Compute the work.
 
         Args:
+            work: what is computed, the same in all calls. It begins anew if it was interrupted.
             prepare: called before the work, and not recorded, such as what sets the seed of random draws.
+            weights: tensors that the work updates.
+            state: other tensors that it changes.
         """
         if self.is_next_replayed:
             assert self._replay is not None
@@ -184,52 +222,72 @@ class Replayed(Generic[Value]):
             return self._result
         is_eager = self._calls < _EAGER_CALLS or not self._graphs.are_used
         self._calls += 1
-        return self._plainly(prepare) if is_eager else self._checked(prepare)
+        if is_eager:
+            return self._plainly(work, prepare)
+        return self._checked(work, prepare, weights=weights, state=state)
 
-    def _plainly(self, prepare: Callable[[], object]) -> Value:
-        with self._graphs.recorder.aside():
-            prepare()
-            return self._work()
+    def forget(self) -> None:
+        """Free the graph, and the memory that it has results in."""
+        self._replay = self._result = None
 
-    def _checked(self, prepare: Callable[[], object]) -> Value:
+    def _plainly(self, work: Callable[[], Value], prepare: Callable[[], object]) -> Value:
+        """Compute the work kernel by kernel."""
+
+        def compute() -> Value:
+            with self._graphs.recorder.aside():
+                prepare()
+                return work()
+
+        return self._graphs.with_memory(compute)
+
+    def _checked(
+        self,
+        work: Callable[[], Value],
+        prepare: Callable[[], object],
+        *,
+        weights: Sequence[Tensor],
+        state: Sequence[Tensor],
+    ) -> Value:
         """Compute the work by its graph and kernel by kernel, and compare; return the latter's result."""
-        changed = [*self._weights, *self._state()]
-        before = _copies(changed)
-        replayed: list[Tensor] | None = None
+        changed, replayed = [*weights, *state], None
+        try:
+            before = _copies(changed)
+        except torch.OutOfMemoryError as error:
+            self._graphs.give_up(first_line(error))
+            return self._plainly(work, prepare)
         try:
             prepare()
             if self._replay is None:
-                self._replay = self._graphs.recorder.record(self._record)
+                self._graphs.add(self)
+                self._replay = self._graphs.recorder.record(lambda: self._record(work))
             else:
                 self._replay()
-            replayed = _copies([*tensors_of(self._result), *self._weights])
+            replayed = _copies([*tensors_of(self._result), *weights])
         except RuntimeError as error:
             self._graphs.give_up(first_line(error))
         with torch.no_grad():
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
-        result = self._plainly(prepare)
-        if replayed is not None:
-            results = list(tensors_of(result))
-            count = len(results)
-            are_equal = all(map(_is_close, replayed[:count], results))
-            if not (are_equal and _is_same_update(before, replayed[count:], self._weights)):
-                self._graphs.give_up("a graph computed something else than the same kernels one by one")
+        result = self._plainly(work, prepare)
+        if replayed is not None and not _is_same(replayed, result, weights, before=before):
+            self._graphs.give_up("a graph computed something else than the same kernels one by one")
         return result
 
-    def _record(self) -> None:
-        self._result = self._work()
+    def _record(self, work: Callable[[], Value]) -> None:
+        self._result = work()
 
 
 def rounded_length(longest: int, most: int) -> int:
     """Return a length that batches are padded to, so that few forms of batches need a graph.
 
+    It is 16, or a number of quarters of a power of two, such as 20, 24, 28, 32, 40, ..., 512.
+
     Args:
         longest: number of tokens of the longest sequence of a batch.
         most: greatest number of tokens of any sequence.
     """
-    unit = -(-most // FORMS)
-    return max(longest, min(-(-longest // unit) * unit, most))
+    unit = max(_SHORTEST, 1 << (longest - 1).bit_length()) // 8
+    return min(max(_SHORTEST, -(-longest // unit) * unit), max(most, longest))
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
@@ -260,16 +318,29 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are of one kind, and nearly equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.allclose(one.float(), other.float(), rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
-def _is_same_update(before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Return whether weights were updated in the same way; NaN equals NaN."""
-    if not one:
+def _is_same(
+    replayed: Sequence[Tensor], result: object, weights: Sequence[Tensor], *, before: Sequence[Tensor]
+) -> bool:
+    """Return whether a graph had the same result and the same weights; NaN equals NaN.
+
+    Args:
+        replayed: tensors of its result, then its weights.
+        result: what the kernels have computed one by one.
+        weights: the weights after that.
+        before: the weights before both.
+    """
+    results = list(tensors_of(result))
+    if not all(map(_is_close, replayed[: len(results)], results)):
+        return False
+    if not weights:
         return True
-    pairs = list(zip(before[: len(one)], one, other, strict=True))
-    update = torch.stack([(after - old).norm() for old, _, after in pairs]).norm()
-    error = torch.stack([(replayed - after).norm() for _, replayed, after in pairs]).norm()
+    triples = list(zip(before, replayed[len(results) :], weights, strict=False))
+    update = torch.stack([(after - old).norm() for old, _, after in triples]).norm()
+    error = torch.stack([(other - after).norm() for _, other, after in triples]).norm()
     return bool((error <= _MOST_ERROR * update) | (update.isnan() & error.isnan()))

@@ -321,13 +321,13 @@ class _Run:
             session.progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
-        hint = faster_option(config, ranks.device, self.objective.head)
+        graphs = graphs_of(config, self.objective, ranks, say=session.progress.note)
+        hint = faster_option(config, ranks.device, self.objective.head, has_graphs=graphs is not None)
         if earlier is None and hint is not None:
             session.progress.note(hint)
         state = load_state(folder.checkpoints)
         state.check(folder.checkpoints, arch=self.identity.arch, steps=self.identity.steps)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
-        graphs = graphs_of(config, self.objective, ranks, say=session.progress.note)
         trainers = self.build(alive, ranks, graphs)
         if not state.step:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)

@@ -89,8 +89,7 @@ class StudentTrainer:
         """Take one optimizer step on a batch that is a whole step."""
         self.begin(step)
         if self._graphs is not None and batch.place is not None:
-            seed = _part_seed(self._seed, step, batch.part)
-            return self._at_place(batch, self._graphs)(lambda: torch.manual_seed(seed)).copied()
+            return self._at_place(batch, step, self._graphs)
         self.learn(batch, step, dict.fromkeys(UNITS, 1.0))
         return self.update()
 
@@ -119,8 +118,19 @@ class StudentTrainer:
             step: number of the step, counted from 0.
             shares: share of the step's tokens, sequences, ... (summed over all processes) that this part has.
         """
-        torch.manual_seed(_part_seed(self._seed, step, batch.part))
-        self._add_gradient(batch, shares)
+
+        def add() -> None:
+            torch.manual_seed(_part_seed(self._seed, step, batch.part))
+            if self._graphs is not None:
+                self._begin_anew()
+            self._add_gradient(batch, shares)
+
+        add() if self._graphs is None else self._graphs.with_memory(add)
+
+    def _begin_anew(self) -> None:
+        """Forget what a step of one part has done before it was interrupted."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._taken = {}
 
     def _add_gradient(self, batch: StudentBatch, shares: Mapping[Unit, float]) -> None:
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
@@ -138,26 +148,26 @@ class StudentTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return self.learner.objective.losses(self._taken)
 
-    def _at_place(self, batch: StudentBatch, graphs: Graphs) -> Replayed[Losses]:
-        """Return the steps on batches of a place, which is where this one is."""
+    def _at_place(self, batch: StudentBatch, step: int, graphs: Graphs) -> Losses:
+        """Take a step on a batch of a place, by the graph of the place."""
         assert batch.place is not None
         if batch.place not in self._steps_at:
-            weights = [weight.detach() for weight in self.trained]
-            self._steps_at[batch.place] = Replayed(
-                graphs, lambda: self._whole(batch), weights=weights, state=self._moments
-            )
-        return self._steps_at[batch.place]
+            self._steps_at[batch.place] = Replayed(graphs)
+        seed = _part_seed(self._seed, step, batch.part)
+        moments = [value for of_weight in self.optimizer.state.values() for value in of_weight.values()]
+        losses = self._steps_at[batch.place](
+            lambda: self._whole(batch),
+            prepare=lambda: torch.manual_seed(seed),
+            weights=[weight.detach() for weight in self.trained],
+            state=[*moments, *self.learner.buffers()],
+        )
+        return losses.copied()
 
     def _whole(self, batch: StudentBatch) -> Losses:
         """Take a step on a batch that is a whole step, from its forward pass to the new weights."""
-        self.optimizer.zero_grad(set_to_none=True)  # a recording that failed may have left gradients
-        self._taken = {}
+        self._begin_anew()
         self._add_gradient(batch, dict.fromkeys(UNITS, 1.0))
         return self.update()
-
-    def _moments(self) -> list[Tensor]:
-        """Return what steps change in addition to the weights."""
-        return [value for moments in self.optimizer.state.values() for value in moments.values()]
 
     def is_finite(self) -> bool:
         """Return whether no trained weight is NaN or infinite."""
@@ -234,9 +244,11 @@ def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32"
     return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
 
 
-def faster_option(config: TrainConfig, device: torch.device, head: Head | None) -> str | None:
+def faster_option(
+    config: TrainConfig, device: torch.device, head: Head | None, *, has_graphs: bool
+) -> str | None:
     """Return what to say about an option that trains faster on a device. None means that there is none."""
-    is_eager = not (config.compiled or config.gradient_checkpointing or config.graph)
+    is_eager = not (config.compiled or config.gradient_checkpointing or has_graphs)
     if is_eager and head != "tokens" and replays_graphs(config, device):
         return "students that are small for this GPU train about twice as fast with --compile"
     if device == CPU and config.precision is None and has_bfloat16():

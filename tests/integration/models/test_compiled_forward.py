@@ -94,7 +94,8 @@ def test_students_with_whole_steps_are_replayed_on_a_gpu(monkeypatch: pytest.Mon
 def test_a_gpu_says_what_compiling_is_worth_where_it_is_possible() -> None:
     gpu = torch.device("cuda")
 
-    assert "--compile" in str(faster_option(settings(graph=False), gpu, None))
-    assert faster_option(settings(graph=False), gpu, "tokens") is None
-    for changes in ({"compiled": True}, {"gradient_checkpointing": True}, {"accumulate": 2}, {"graph": True}):
-        assert faster_option(settings(**{"graph": False, **changes}), gpu, None) is None
+    assert "--compile" in str(faster_option(settings(), gpu, None, has_graphs=False))
+    assert faster_option(settings(), gpu, None, has_graphs=True) is None
+    assert faster_option(settings(), gpu, "tokens", has_graphs=False) is None
+    for changes in ({"compiled": True}, {"gradient_checkpointing": True}, {"accumulate": 2}):
+        assert faster_option(settings(**changes), gpu, None, has_graphs=False) is None

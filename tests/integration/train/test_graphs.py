@@ -1,6 +1,8 @@
 """Steps that are recorded and replayed as a graph are ordinary steps, whatever changes between them."""
 
+import gc
 import json
+import weakref
 from itertools import islice
 from typing import Any
 
@@ -11,16 +13,19 @@ from safetensors.torch import load_file
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.arch import parse_arch
+from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.relations import RelationObjective
 from minilm_cache.session import Session, Silent
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, state_name
-from minilm_cache.train.graph import FORMS, Graphs, rounded_length
+from minilm_cache.train.graph import Graphs, rounded_length
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
+from minilm_cache.train.trainer import StudentTrainer
 from tests.accelerator import accelerator
 from tests.integration.objectives.conftest import OF_WORDS, records, words
 from tests.integration.objectives.conftest import settings as settings_of
@@ -124,7 +129,7 @@ def test_padded_batches_have_few_forms(records: World, recorder: Replayer) -> No
     plain, _ = train(records, "plain", steps=80, graph=False)
 
     places = len(recorder.recordings) / (1 + len(ARCHS))
-    assert 1 < places <= FORMS
+    assert 1 < places <= 8
     assert recorder.replays > 80
     assert_alike(replayed, plain)
 
@@ -141,11 +146,17 @@ def test_vectors_of_texts_are_learned_by_graphs(world: World, recorder: Replayer
     assert_alike(replayed, plain)
 
 
-def test_lengths_are_rounded_to_eighths() -> None:
-    assert [rounded_length(longest, 128) for longest in (1, 16, 17, 120, 128)] == [16, 16, 32, 128, 128]
-    assert [rounded_length(longest, 100) for longest in (1, 14, 92, 99, 100)] == [13, 26, 100, 100, 100]
-    assert [rounded_length(longest, 4) for longest in (1, 2, 3, 4)] == [1, 2, 3, 4]
-    assert len({rounded_length(longest, 509) for longest in range(1, 510)}) == FORMS
+def test_lengths_are_rounded_to_quarters_of_powers_of_two() -> None:
+    lengths = {rounded_length(longest, 512) for longest in range(1, 513)}
+
+    assert sorted(lengths)[:9] == [16, 20, 24, 28, 32, 40, 48, 56, 64]
+    assert len(lengths) == 21
+    assert all(rounded_length(length, 512) == length for length in lengths)
+    assert all(
+        longest <= rounded_length(longest, 512) <= max(16, 1.25 * longest) for longest in range(1, 513)
+    )
+    assert [rounded_length(longest, 100) for longest in (1, 90, 97, 100)] == [16, 96, 100, 100]
+    assert [rounded_length(longest, 4) for longest in (1, 3, 4)] == [4, 4, 4]
 
 
 def test_where_nothing_can_be_recorded_steps_are_ordinary(world: World, recorder: Replayer) -> None:
@@ -169,6 +180,70 @@ def test_what_was_recorded_as_a_constant_is_noticed(world: World, recorder: Repl
     (line,) = (note for note in said if "kernel by kernel" in note)
     assert "computed something else" in line
     assert_alike(noticed, plain)
+
+
+def test_a_number_of_the_batch_that_was_recorded_is_noticed(
+    records: World, recorder: Replayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An objective of one's own may count tokens in Python; a recording has the count of its batch."""
+    real = RelationObjective.forward
+
+    def counting(self: RelationObjective, reading: Any, batch: StudentBatch, *rest: Any) -> Any:
+        return {name: part * batch.num_tokens for name, part in real(self, reading, batch, *rest).items()}
+
+    monkeypatch.setattr(RelationObjective, "forward", counting)
+    noticed, said = train(records, "counted", steps=80)
+    plain, _ = train(records, "counted-plainly", steps=80, graph=False)
+
+    assert any("computed something else" in note for note in said)
+    assert losses(noticed) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("recordings", [1, 2, 3])
+def test_where_memory_is_short_graphs_are_given_up(
+    world: World, recorder: Replayer, monkeypatch: pytest.MonkeyPatch, recordings: int
+) -> None:
+    """After decoding is recorded, or the step of a student, or those of all."""
+    world.dump()
+    real, calls = StudentTrainer._add_gradient, iter(range(1000))
+
+    def short(self: StudentTrainer, *arguments: Any) -> None:
+        real(self, *arguments)
+        if len(recorder.recordings) == recordings and next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(StudentTrainer, "_add_gradient", short)
+    given_up, said = train(world, "given-up")
+    monkeypatch.undo()
+    plain, _ = train(world, "plain", graph=False)
+
+    assert any("out of memory" in note for note in said)
+    assert recorder.num_freed == 1
+    assert_alike(given_up, plain)
+
+
+def test_students_of_a_run_that_is_over_are_freed(
+    world: World, recorder: Replayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study trains one run after the other, and a GPU has no room for the graphs of all."""
+    world.dump()
+    trainers: list[weakref.ref[StudentTrainer]] = []
+    real = StudentTrainer.__init__
+
+    def noting(self: StudentTrainer, *arguments: Any, **named: Any) -> None:
+        real(self, *arguments, **named)
+        trainers.append(weakref.ref(self))
+
+    monkeypatch.setattr(StudentTrainer, "__init__", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        train(world, "run")
+        assert recorder.replays
+        recorder.recordings.clear()
+        assert [trainer() for trainer in trainers] == [None] * len(ARCHS)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
