@@ -41,6 +41,7 @@ from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.urls import is_url, parts_of_url
+from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult
@@ -192,7 +193,7 @@ def _print(result: "DumpResult", config: DumpConfig) -> None:
             "fingerprint": manifest.fingerprint,
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
             f"{result.num_shards} in all",
-            "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences, "
+            "tokens": f"{manifest.num_tokens:,} in {counted(manifest.num_sequences, 'sequence')}, "
             f"{manifest.held_out_in_words}",
             **({"cut off": manifest.cut.in_words} if manifest.cut else {}),
         }

@@ -201,6 +201,7 @@ def import_file(
                 "cache": str(result.path),
                 "fingerprint": manifest.fingerprint,
                 "num_sequences": manifest.num_sequences,
+                "cut": manifest.cut.model_dump() if manifest.cut else None,
                 "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
             }
         )
@@ -210,6 +211,7 @@ def import_file(
         {
             "cache": result.path,
             "pairs" if has_scores else "texts": f"{manifest.num_sequences:,}, {manifest.held_out_in_words}",
+            **({"cut off": manifest.cut.in_words} if manifest.cut else {}),
             "next": f"minilm-cache train {cache} --objective {'score' if has_scores else 'embedding'} "
             "--arch 3x384 --init random",
         }

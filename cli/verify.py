@@ -13,6 +13,7 @@ from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.settings import validated
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.folder import is_run
+from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
@@ -65,7 +66,7 @@ def _print(verification: "Verification", *, full: bool) -> None:
             "state": _STATES[verdict.complete],
             "checked": f"{verdict.num_files:,} files, {verdict.num_bytes:,} bytes"
             + ("" if full else " (sizes only; --full reads every byte)"),
-            "damaged": f"{len(verdict.damage)} files" + ("" if full else ", by their sizes"),
+            "damaged": counted(len(verdict.damage), "file") + ("" if full else ", by their sizes"),
         }
     )
     if verification.again is not None:

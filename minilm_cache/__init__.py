@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from minilm_cache.cache import Cache, CachedSequence, open_cache
     from minilm_cache.dump.config import DumpConfig
     from minilm_cache.dump.run import DumpResult, dump_cache
+    from minilm_cache.errors import MiniLMCacheError
     from minilm_cache.evaluate.run import Evaluation, evaluate_models
     from minilm_cache.evaluate.settings import EvaluateConfig
+    from minilm_cache.models.decoding import Decoding
     from minilm_cache.models.generation import TextGenerator
     from minilm_cache.report.maps import attention_figure
+    from minilm_cache.report.plots import Picture
     from minilm_cache.report.runs import Student, TrainedRun
     from minilm_cache.report.tables import results, students_table
     from minilm_cache.session import Session
@@ -27,15 +30,20 @@ if TYPE_CHECKING:
     from minilm_cache.slicing.run import SliceResult, slice_teacher
     from minilm_cache.train.config import TrainConfig
     from minilm_cache.train.run import TrainResult, train_students
+    from minilm_cache.workflows.config import SearchTextConfig
     from minilm_cache.workflows.search_text import search_texts
 
 _HOMES = {
     "Cache": "cache",
     "CachedSequence": "cache",
+    "Decoding": "models.decoding",
     "DumpConfig": "dump.config",
     "DumpResult": "dump.run",
     "EvaluateConfig": "evaluate.settings",
     "Evaluation": "evaluate.run",
+    "MiniLMCacheError": "errors",
+    "Picture": "report.plots",
+    "SearchTextConfig": "workflows.config",
     "Session": "session",
     "SliceConfig": "settings",
     "SliceResult": "slicing.run",
@@ -58,10 +66,14 @@ _HOMES = {
 __all__ = [
     "Cache",
     "CachedSequence",
+    "Decoding",
     "DumpConfig",
     "DumpResult",
     "EvaluateConfig",
     "Evaluation",
+    "MiniLMCacheError",
+    "Picture",
+    "SearchTextConfig",
     "Session",
     "SliceConfig",
     "SliceResult",

@@ -315,4 +315,4 @@ def open_cache(
     """
     if is_url(str(place)):
         return Cache(MirrorReader(str(place), home or cache_home(), local_bytes))
-    return Cache(CacheReader(Path(place)))
+    return Cache(CacheReader(Path(place).absolute()))  # a notebook may change its folder

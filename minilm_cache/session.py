@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from minilm_cache.errors import InterruptedRunError, StorageError
-from minilm_cache.settings import cache_home
+from minilm_cache.settings import cache_home, refuse_url
 
 Result = TypeVar("Result")
 
@@ -131,7 +131,9 @@ class Session:
                 shown.
             should_stop: called between steps; True stops the work, which keeps what is finished.
         """
-        self._home = None if home is None else Path(home)
+        if home is not None:
+            refuse_url(home, "home")
+        self._home = None if home is None else Path(home).expanduser()
         shown: Progress | None = Bars() if progress is True else progress or None
         self.progress = shown or Silent()
         self.should_stop = should_stop

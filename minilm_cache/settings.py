@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
+from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -56,13 +57,17 @@ def _kind(annotation: Any) -> Any:  # noqa: ANN401 - any type of a field
 
 def _read(kind: Any, given: object) -> object:  # noqa: ANN401 - any type of a field
     """Return a value as people write it as the value that it stands for: `20k`, or one shape of several."""
+    if isinstance(given, PathLike) and (kind is str or get_origin(kind) is tuple):
+        given = str(given)
+    if kind in (int, float) and isinstance(given, bool):
+        return str(given)  # which is refused: it would be 1 or 0
     if kind is int and isinstance(given, str):
         with suppress(ValueError):  # the check of the field says what is wrong
             return whole_number(given)
     if get_origin(kind) is not tuple or isinstance(given, bool):
         return given
     inner = _kind(get_args(kind)[0])
-    is_one = isinstance(given, str) and "," not in given and inner in (str, int)
+    is_one = isinstance(given, str) and "," not in given and inner in (str, int, float)
     if is_one or (isinstance(given, int | float) and inner in (int, float)):
         return (_read(inner, given),)
     return type(given)(_read(inner, each) for each in given) if isinstance(given, list | tuple) else given
@@ -247,6 +252,19 @@ def option_words(flag: str, value: object) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in (name, str(part))]
     return [] if value is None else [name, str(value)]
+
+
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/")
+"""Beginning of a URL; `Path` leaves one of two slashes."""
+
+
+def refuse_url(place: str | Path, option: str = "--out") -> None:
+    """Raise InvalidConfigError for a URL where a folder or file of this machine is wanted."""
+    if _URL.match(str(place)):
+        raise InvalidConfigError(
+            f"{option} {place}: this is a URL, and what is written here is written to this machine. Give a "
+            "folder. `minilm-cache dump --out URL` and `push` write caches into a store."
+        )
 
 
 def cache_home() -> Path:

@@ -101,13 +101,15 @@ def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
     """
     _refuse_text(file, columns)
     known: Known = {}
-    for where, row in _rows(file, columns.every):
+    for where, row in _rows(file, columns):
         yield from pairs_of(row, columns, f"{where} of {file}", known=known)
 
 
-def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(file: Path, columns: PairColumns) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record is, and its columns."""
-    return judged_groups(file, columns) if judged_files(file) else read_rows(file, columns, _OPTION)
+    if judged_files(file):
+        return judged_groups(file, columns.every)
+    return read_rows(file, columns.every, f"{_OPTION}, --score-columns" if columns.scores else _OPTION)
 
 
 Known = dict[int, float | None]

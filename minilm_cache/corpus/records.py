@@ -138,8 +138,8 @@ def read_rows(
     """Yield where each record of a file is, in words, and its values of some columns, of any type.
 
     Column `COPIES_COLUMN` is read, too, where there is one. A record of .jsonl that lacks a column, which
-    another has, has None there. Columns of .csv and .tsv may be named by number, from 0 on, if no column has
-    such a name: the file then has no header.
+    another has, has None there. Columns of .csv and .tsv may be named by number, from 0 on, unless all of
+    these numbers are names of columns: the file then has no header.
 
     Args:
         file: a .jsonl, .csv, .tsv or .parquet file.
@@ -186,7 +186,7 @@ def _csv_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapp
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
         header = next(rows, [])
-        if header and all(name.isdecimal() and name not in header for name in columns):
+        if header and all(name.isdecimal() for name in columns) and not set(columns) <= set(header):
             rows = chain([header], rows)
             header = [str(number) for number in range(len(header))]
         names = _present(file, header, columns)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.config import JsonDict
 
 from minilm_cache.errors import CorpusError
+from minilm_cache.objectives.config import COMPARING
 from minilm_cache.objectives.spec import Form, needs_of, objective_names
 from minilm_cache.settings import (
     ColumnSettings,
@@ -282,6 +283,12 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":
+        compared = next((name for name in self.serve if name in COMPARING), None)
+        if compared is not None and self.pair_columns is None:
+            raise ValueError(
+                f"--for {compared} compares the documents of a query: name their columns, like "
+                "--pair-columns query,documents"
+            )
         if self.logits and self.packing == "packed":
             raise ValueError(
                 "--logits goes with --packing records or pairs: an answer is about one document, or one pair"

@@ -34,7 +34,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
-from minilm_cache.wording import Described
+from minilm_cache.wording import Described, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -64,7 +64,7 @@ class DumpResult(Described):
         return {
             "cache": self.place,
             "teacher": manifest.labels.teacher,
-            "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences",
+            "tokens": f"{manifest.num_tokens:,} in {counted(manifest.num_sequences, 'sequence')}",
             "bytes per token": "-" if measured is None else f"{measured.bytes_per_token:.1f}",
             "shards": f"{self.num_shards}, of which {self.shards_written} were written now",
         }

@@ -245,17 +245,33 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
         f"({counted(corpus.identity.num_documents, 'document')})"
     )
-    _refuse_lone_documents(config, corpus)
+    _refuse_no_comparison(config, teacher, corpus)
     if skipped := num_skipped(config.corpus):
         session.progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
     return teacher, corpus
 
 
-def _refuse_lone_documents(config: DumpConfig, corpus: Corpus) -> None:
-    """Raise CorpusError if documents of a query are to be compared, and no query has two."""
+def _refuse_no_comparison(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> None:
+    """Raise an error if documents of a query are to be compared, and cannot be.
+
+    Raises:
+        CorpusError: records are single pairs, or no query has two documents.
+        InvalidConfigError: the teacher gives several numbers for a pair.
+    """
     compared = next((name for name in config.serve if name in COMPARING), None)
-    if compared is None or not corpus.identity.groups:
+    if compared is None:
         return
+    if not corpus.identity.groups:
+        raise CorpusError(
+            f"corpus {config.corpus}: its records are single pairs, and {compared} compares the documents of "
+            "a query. Give records of queries with several documents (--pair-columns query,documents), or "
+            "take --for score."
+        )
+    if teacher.num_classes > 1:
+        raise InvalidConfigError(
+            f"--for {compared} takes a teacher that gives one score, and {config.teacher} answers with "
+            f"{teacher.num_classes} classes. Take --for score, or a reranker as the teacher."
+        )
     if corpus.num_queries() == corpus.identity.num_documents:
         raise CorpusError(
             f"corpus {config.corpus}: every query has one document, and {compared} compares the documents of "

@@ -21,7 +21,7 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import read_config
+from minilm_cache.models.load import load_tokenizer, read_config
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.truncate import saving
@@ -156,9 +156,10 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         TeacherError: its folder has no model that is safe to load, or a pooling that cannot be computed.
     """
     refuse_answers(model.folder, model.name)
-    tokenizer = model.tokenizer(max_length)
     if model.pools:  # what its folder reads of a text is what it gives in use
-        max_length = min(max_length, text_length(model.folder, tokenizer, read_config(model.folder)))
+        own = load_tokenizer(model.folder, has_ends=False)
+        max_length = min(max_length, text_length(model.folder, own, read_config(model.folder)))
+    tokenizer = model.tokenizer(max_length, has_ends=False)
     safely = {"trust_remote_code": False, "local_files_only": True}
     transformer: Transformer | _ExportedTransformer
     if model.runtime is not None:

@@ -27,6 +27,7 @@ from minilm_cache.models.load import (
     load_for_task,
     load_tokenizer,
     read_config,
+    some_token,
 )
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
@@ -100,19 +101,22 @@ class Evaluated:
         """Name of the model as a file name."""
         return "".join(char if char.isalnum() or char in "-." else "-" for char in self.name).strip("-.")
 
-    def tokenizer(self, max_length: int, option: str = "--max-length") -> PreTrainedTokenizerFast:
+    def tokenizer(
+        self, max_length: int, option: str = "--max-length", *, has_ends: bool = True
+    ) -> PreTrainedTokenizerFast:
         """Return the model's tokenizer, set to pad and truncate on the right, as windows and heads need it.
 
         Args:
             max_length: most tokens of a sequence.
             option: option that `max_length` comes from, for the error message.
+            has_ends: whether it must have tokens that begin and end texts, as windows and heads need them.
 
         Raises:
             TeacherError: there is no tokenizer, it has more words than the model has embeddings, or the model
                 has no padding token.
             InvalidConfigError: the model has fewer positions than `max_length`.
         """
-        tokenizer = load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder, has_ends=has_ends)
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         model = load_to_run(self.folder)
         table = None if isinstance(model, ExportedModel) else model.get_input_embeddings()
@@ -133,7 +137,7 @@ class Evaluated:
                 f"{option} {max_length} is more than {self.name} reads, which are "
                 f"{tokenizer.model_max_length} tokens by its tokenizer. Choose a smaller one."
             )
-        ids = torch.full((1, max_length), tokenizer.cls_token_id)
+        ids = torch.full((1, max_length), some_token(tokenizer))
         with torch.no_grad():
             check_positions(model, model.config, name=self.name, ids=ids, option=option)
         return tokenizer

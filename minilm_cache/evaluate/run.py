@@ -108,13 +108,14 @@ class _Trial:
 
 
 def evaluate_models(
-    config: EvaluateConfig, names: Sequence[str], *, out: Path, session: Session = ALONE
+    config: EvaluateConfig, names: Sequence[str] | str, *, out: str | Path, session: Session = ALONE
 ) -> Evaluation:
     """Fine-tune models on tasks, score them, and return means over seeds.
 
     Args:
         config: tasks, data and settings.
-        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs.
+        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs; one is a list of
+            one.
         out: folder of trials. Finished trials in it are not run again.
         session: its progress shows the number of processed sequences. Its `should_stop` is called after each
             step; True stops. Trials that have ended are kept.
@@ -129,7 +130,9 @@ def evaluate_models(
     """
     watcher = Watcher(session)
     device = check_device(config.device)
+    out = Path(out)
     refuse_file(out)
+    names = list(map(str, [names] if isinstance(names, str | Path) else names))
     models = find_models(names, config.revision, untrained=config.untrained)
     trained = [model for model in models if not model.untrained]
     if config.card:
@@ -187,7 +190,7 @@ def _may_be_chance(summary: Summary, chances: Mapping[str, float]) -> bool:
     found = {name: summary.scores.get(name, {}).get("accuracy") for name in chances}
     return all(
         score is not None
-        and score.mean / 100 < chances[name] + 2 * sqrt(chances[name] * (1 - chances[name]) / count)
+        and score.mean / 100 <= chances[name] + 2 * sqrt(chances[name] * (1 - chances[name]) / count)
         for name, score in found.items()
         for count in (summary.num_scored.get(name, 1),)
     )

@@ -18,6 +18,7 @@ from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import CPU_PROVIDER, IDS, MASK, ExportedModel, onnx_session
 from minilm_cache.models.generation import TextGenerator, check_generates
+from minilm_cache.models.load import some_token
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
 from minilm_cache.models.truncate import saving
@@ -136,7 +137,7 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
 
 def _token(model: Evaluated, longest: int) -> int:
     """Return a token that the model knows, after checking that it has enough positions."""
-    return int(model.tokenizer(longest, "--length").cls_token_id)
+    return some_token(model.tokenizer(longest, "--length", has_ends=False))
 
 
 def _export_all(

@@ -19,7 +19,7 @@ from minilm_cache.evaluate.glue import read_text_task
 from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores, are_finite, logits_of
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, load_with_head
-from minilm_cache.evaluate.tasks import TextTask
+from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
 from minilm_cache.models.exported import load_to_run
 from minilm_cache.models.load import is_classifier, read_config
@@ -62,15 +62,20 @@ class TextKind(Kind[TextTask, TextExample]):
         head = load_pooled_head(model.folder)
         if head is None and not is_classifier(config):
             raise InvalidConfigError(
-                f"--as-is: {model.name} is no classifier "
-                f"({', '.join(config.architectures or ('unknown',))}). Leave it out to fine-tune the model."
+                f"{model.name} is no classifier ({', '.join(config.architectures or ('unknown',))}), so it "
+                f"has no answers of its own. Fine-tune it first: minilm-cache evaluate {model.name} --task "
+                f"{self.task.name} --keep-models, without --as-is."
             )
         order = class_order(names, self.task.labels)
+        if order is not None and self._is_order_guessed(names):
+            raise InvalidConfigError(
+                f"{model.name} names its classes {', '.join(names)}, so which of them are "
+                f"{', '.join(self.task.labels)} is not known. Name them in its config.json (id2label)."
+            )
         if order is None:
             wanted = ", ".join(self.task.labels) or "one value"
             raise InvalidConfigError(
-                f"--as-is: {model.name} answers with {', '.join(names)}, and {self.task.title} is about "
-                f"{wanted}."
+                f"{model.name} answers with {', '.join(names)}, and {self.task.title} is about {wanted}."
             )
         loaded = (
             load_to_run(model.folder, "sequences")
@@ -79,6 +84,14 @@ class TextKind(Kind[TextTask, TextExample]):
         )
         _reorder(loaded, order)
         return loaded
+
+    def _is_order_guessed(self, names: Sequence[str]) -> bool:
+        """Return whether a model's classes have no names, and nothing else says which is which.
+
+        Labels of benchmarks, and numbers, have an order that models of them have, too.
+        """
+        has_order = self.task.name in TASKS or all(label.isdecimal() for label in self.task.labels)
+        return not has_order and all(_DRAWN_NAME.fullmatch(name) for name in names)
 
     def encode(
         self, examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast

@@ -58,11 +58,24 @@ def read_similarity(folder: Path) -> Literal["dot"] | None:
         TeacherError: the file is damaged, or names a function that is neither `cosine` nor `dot`.
     """
     file = folder / PROMPTS_FILE
-    found = read_json(file).get("similarity_fn_name") if file.exists() else None
+    return similarity_of(read_json(file) if file.exists() else {}, str(file))
+
+
+def similarity_of(content: object, where: str) -> Literal["dot"] | None:
+    """Return what compares two vectors, as the content of a file says. None means the cosine.
+
+    Args:
+        content: what the file holds, which may be a stranger's.
+        where: the file, for messages.
+
+    Raises:
+        TeacherError: it names a function that is neither `cosine` nor `dot`.
+    """
+    found = content.get("similarity_fn_name") if isinstance(content, dict) else None
     if found not in (None, "cosine", "dot"):
         raise TeacherError(
-            f"{file} compares vectors by {str(found)[:40]!r}, which is not done here. Set similarity_fn_name "
-            "to cosine or dot, or leave it out."
+            f"{where} compares vectors by {str(found)[:40]!r}, which is not done here. Set "
+            "similarity_fn_name to cosine or dot, or leave it out."
         )
     return "dot" if found == "dot" else None
 

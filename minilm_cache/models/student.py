@@ -109,8 +109,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         "num_attention_heads": shape.num_heads,
         fields[0]: shape.ffn_size,
     }
-    if kept.get("num_key_value_heads") is not None:  # students share no keys and values among heads
-        sizes |= {"num_key_value_heads": shape.num_heads, "head_dim": shape.hidden_size // shape.num_heads}
+    sizes |= _sizes_of_heads(kept, shape)
     if family == family_of(family).factorised:
         sizes["embedding_size"] = shape.embedding_size
     attribute_names = CONFIG_MAPPING[family].attribute_map
@@ -121,6 +120,18 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
     return config
+
+
+def _sizes_of_heads(kept: Mapping[str, Any], shape: StudentShape) -> dict[str, int]:
+    """Return what some families say of their heads, of attention and of classes, for a shape."""
+    sizes = {}
+    if kept.get("num_key_value_heads") is not None:  # students share no keys and values among heads
+        sizes["num_key_value_heads"] = shape.num_heads
+    if kept.get("num_key_value_heads") is not None or kept.get("head_dim") is not None:
+        sizes["head_dim"] = shape.hidden_size // shape.num_heads
+    if kept.get("pooler_hidden_size") is not None:  # of DeBERTa's classifiers
+        sizes["pooler_hidden_size"] = shape.hidden_size
+    return sizes
 
 
 def check_family_positions(

@@ -31,7 +31,7 @@ from minilm_cache.models.load import (
 )
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, load_pooler
-from minilm_cache.models.prompts import Prompts, read_prompts
+from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
@@ -187,8 +187,9 @@ class Teacher:
                 file = Path(folder, name)
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
-        if self.prompts.by_name:
-            files[TEACHER_PROMPTS] = self.prompts.to_json()
+        similarity = read_similarity(self.folder)
+        if self.prompts.by_name or similarity is not None:
+            files[TEACHER_PROMPTS] = self.prompts.to_json(similarity)
         return files
 
     @property
@@ -218,7 +219,10 @@ class Teacher:
     def _is_same_behind_padding(self) -> bool:
         """Return whether padding before a sequence leaves its last hidden states as they are."""
         padding = torch.full((1, 3), int(self.tokenizer.pad_token_id), device=self.device)
-        ids = torch.full((1, 5), some_token(self.tokenizer), device=self.device)
+        special = {*self.tokenizer.all_special_ids, self.tokenizer.pad_token_id}
+        # An ordinary token: embeddings of padding, and all that follows from them, may be 0.
+        token = next((number for number in range(len(self.tokenizer)) if number not in special), 0)
+        ids = torch.full((1, 5), token, device=self.device)
         padded = torch.cat([padding, ids], 1)
         mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
         alone, behind = (

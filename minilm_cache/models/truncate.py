@@ -12,6 +12,7 @@ from minilm_cache.errors import first_line
 from minilm_cache.models.arch import read_layers
 from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, quietly
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.settings import TruncateConfig
 from minilm_cache.store.durable import new_folder, refuse_existing, storage_errors
 
@@ -58,13 +59,14 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
         StorageError: the folder cannot be written.
     """
     source = locate_teacher(config.teacher, config.revision)
-    model, tokenizer = load_model(source.folder), load_tokenizer(source.folder)
+    model, tokenizer = load_model(source.folder), load_tokenizer(source.folder, has_ends=False)
     depth = model.config.num_hidden_layers
     chosen = read_layers(config.layers, depth, "--layers", ascending=False)
     refuse_existing(out)
     with saving("write", out), new_folder(out) as folder:
         keep_layers(model, chosen).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_pooling(source.folder, folder, model.config)
         (folder / "README.md").write_text(
             f"# {source.name}, layers {', '.join(map(str, chosen))}\n\nOf its {depth} layers, counted "
             "from 0, these are kept, unchanged and untrained.\n"

@@ -342,6 +342,8 @@ def trimmed_config(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedC
         number = getattr(smaller, name, None)
         if isinstance(number, int):
             setattr(smaller, name, place.get(number))
+        elif isinstance(number, list):  # several tokens may end a generated text
+            setattr(smaller, name, [place[each] for each in number if each in place])
     return smaller
 
 
@@ -463,6 +465,7 @@ class Vocabulary(StudentTokens):
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
+        self._has_lost = bool(lost)
         spelled = pieces.spelled(kept, lost) if lost else {}
         # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
         self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
@@ -479,6 +482,12 @@ class Vocabulary(StudentTokens):
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
         if most is None:
+            if self._has_lost and self.tokenizer.unk_token_id is None:
+                raise InvalidConfigError(
+                    "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack "
+                    "are read as unknown ones, and this tokenizer has no unknown token. Leave --vocab out, "
+                    "or learn vectors of texts (--objective embedding)."
+                )
             return inputs.with_ids(self._new[inputs.ids])
         ids = inputs.ids[inputs.valid]
         counts = self._count[ids]

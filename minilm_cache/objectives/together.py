@@ -57,10 +57,12 @@ class Together(StudentObjective):
         self._parts = tuple(parts)
         self._objectives = nn.ModuleList(objectives)
         self.needs = _joined_needs([(part.name, each.needs) for part, each in self._each()])
-        if sum(each.sentence_pooler is not None for each in objectives) > 1:
+        poolers = [each.sentence_pooler for each in objectives if each.sentence_pooler is not None]
+        ways = {(pooler.mode, pooler.normalize) for pooler in poolers}
+        if len(poolers) > 1 and (len(ways) > 1 or any(pooler.dense for pooler in poolers)):
             raise InvalidConfigError(
                 f"--objective {' and '.join(part.name for part in parts)}: a student makes one vector of a "
-                "text, and two of them want one. Take one of them."
+                "text, and two of them want different ones. Take one of them."
             )
 
     def _each(self) -> Iterator[tuple[_Part, StudentObjective]]:

@@ -30,6 +30,7 @@ from minilm_cache.train.heldout import (
     with_live_targets,
 )
 from minilm_cache.train.trainer import read
+from minilm_cache.wording import differing_values
 
 _BATCH_SIZE = 16
 
@@ -52,11 +53,14 @@ def is_teacher_of(teacher: Teacher, cache: Cache) -> bool:
 def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
     """Raise IdentityMismatchError if a cache holds the relations of another teacher."""
     if not is_teacher_of(teacher, cache):
-        expected = cache.manifest.identity.teacher
+        expected, given = cache.manifest.identity, teacher.identity
+        differing = list(differing_values(expected.teacher.model_dump(), given.model_dump()))
+        differing += ["tokenizer"] * (teacher.tokenizer_sha256 != expected.tokenizer_sha256)
         raise IdentityMismatchError(
-            f"teacher {teacher.name} (weights {teacher.identity.weights_sha256[:12]}) is not the one of "
-            f"{cache.reader.root} ({cache.manifest.labels.teacher}, weights {expected.weights_sha256[:12]}). "
-            "Give the teacher that the cache was dumped from."
+            f"teacher {teacher.name} (weights {given.weights_sha256[:12]}) is not the one of "
+            f"{cache.reader.root} ({cache.manifest.labels.teacher}, weights "
+            f"{expected.teacher.weights_sha256[:12]}): they differ in {', '.join(differing)}. Give the "
+            "teacher that the cache was dumped from."
         )
 
 

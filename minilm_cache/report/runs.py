@@ -138,7 +138,7 @@ class TrainedRun(Described):
             cache=cache,
             reference=compared,
             layer=record.identity.teacher_layer if is_same else reference_layer,
-            name=printable(name or Path(place.rstrip("/")).name),
+            name=printable(name or Path(str(place).rstrip("/")).name),
             label=printable(folder.name),
         )
 

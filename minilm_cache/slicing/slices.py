@@ -77,7 +77,8 @@ class SlicePlan:
         """What is cut, for people."""
         if not self.recipe.cuts_layers:
             return f"random layers, and the embeddings of {self.weights.in_words}"
-        return f"layers {', '.join(map(str, self.layers))}, cut to this shape, of {self.weights.in_words}"
+        layers = f"{'layer' if len(self.layers) == 1 else 'layers'} {', '.join(map(str, self.layers))}"
+        return f"{layers}, cut to this shape, of {self.weights.in_words}"
 
 
 def has_slice(plan: SlicePlan, home: Path) -> bool:

@@ -26,6 +26,7 @@ from minilm_cache.errors import (
     remedy_of,
 )
 from minilm_cache.session import ShouldStop
+from minilm_cache.settings import refuse_url
 from minilm_cache.storage_schema.base import REMEDY
 
 
@@ -374,13 +375,15 @@ def _hold(opened: int) -> None:
 
 
 def refuse_existing(out: Path, option: str = "--out") -> None:
-    """Raise InvalidConfigError if a file or folder exists."""
+    """Raise InvalidConfigError for a file or folder that exists, and for a URL."""
+    refuse_url(out, option)
     if out.exists():
         raise InvalidConfigError(f"{out} exists. Choose another {option}.")
 
 
 def refuse_file(folder: Path, option: str = "--out") -> None:
-    """Raise InvalidConfigError if a folder, or one of its parents, is a file."""
+    """Raise InvalidConfigError if a folder, or one of its parents, is a file, and for a URL."""
+    refuse_url(folder, option)
     file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise InvalidConfigError(f"{option} {folder}: {file} is a file. Choose another folder.")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, Literal
 
 import transformers
 from huggingface_hub import ModelCardData
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import ALIASES, MINI, MINI_ID
-from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of
+from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of, similarity_of
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import StudentTokens
@@ -39,6 +39,9 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.train.trainer import StudentTrainer
 from minilm_cache.wording import rendered
+
+_SEED: Final = re.compile(r":s(\d+)")
+"""A student's own seed, in the name of its shape."""
 
 
 def save_student(
@@ -75,8 +78,11 @@ def save_student(
             _write_tokenizer(reader, new)
         else:
             tokens.tokenizer.save_pretrained(new)
+        if trainer.learner.objective.needs.head == "sequences":
+            # What opens the folder would read as many tokens as there are positions, trained or not.
+            _limit_texts(new / "tokenizer_config.json", reader.manifest.identity.packing.max_length)
         model.save_pretrained(new)
-        _save_pooling(new, trainer, reader)
+        _save_pooling(new, trainer, reader=reader, run=run)
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
         if trainer.learner.objective.sentence_pooler is not None:  # vectors of texts have no use for it
@@ -101,10 +107,13 @@ def _similarity(trainer: StudentTrainer) -> str | None:
     return None if objective.sentence_pooler is None else objective.similarity or "cosine"
 
 
-def _save_pooling(folder: Path, trainer: StudentTrainer, reader: CacheReader) -> None:
+def _save_pooling(folder: Path, trainer: StudentTrainer, *, reader: CacheReader, run: RunRecord) -> None:
     """Add to a student's folder how its vectors are made and compared, and the prompts of its texts."""
     objective, manifest = trainer.learner.objective, reader.manifest
     pooler, similarity = objective.sentence_pooler, objective.similarity
+    learns_lengths = any(part.startswith("mse") for part in run.identity.loss)
+    if pooler is not None and similarity is None and not pooler.normalize and learns_lengths:
+        _, similarity = _teacher_prompts(reader)
     if pooler is not None:
         pooler.save(
             folder,
@@ -123,18 +132,29 @@ def student_prompts(reader: CacheReader) -> Prompts:
     Raises:
         CacheCorruptError: the prompts in the cache are damaged.
     """
-    prompts = Prompts({}, None)
-    if TEACHER_PROMPTS in reader.manifest.files:
-        try:
-            prompts = prompts_of(json.loads(reader.attachment(TEACHER_PROMPTS)), TEACHER_PROMPTS)
-        except (ValueError, RecursionError, TeacherError) as error:
-            raise CacheCorruptError(
-                f"{TEACHER_PROMPTS} of the cache: {first_line(error)} {REMEDY}"
-            ) from error
+    prompts, _ = _teacher_prompts(reader)
     words = reader.manifest.identity.packing.prompt
-    if words is None or words in prompts.by_name.values():
-        return prompts
-    return prompts._replace(by_name={**prompts.by_name, GIVEN: words})
+    if words is None:
+        # Columns name the prompts of texts; else no text had one, and so none is the default.
+        return prompts if reader.manifest.labels.role_column is not None else prompts._replace(default=None)
+    known = next((name for name, prompt in prompts.by_name.items() if prompt == words), GIVEN)
+    # A text without a prompt stays one, but the teacher's default is not what the student has read.
+    return Prompts({**prompts.by_name, known: words}, None if prompts.default is None else known)
+
+
+def _teacher_prompts(reader: CacheReader) -> tuple[Prompts, Literal["dot"] | None]:
+    """Return a teacher's prompts, and what compares its vectors, as a cache has them. None means the cosine.
+
+    Raises:
+        CacheCorruptError: they are damaged.
+    """
+    if TEACHER_PROMPTS not in reader.manifest.files:
+        return Prompts({}, None), None
+    try:
+        content = json.loads(reader.attachment(TEACHER_PROMPTS))
+        return prompts_of(content, TEACHER_PROMPTS), similarity_of(content, TEACHER_PROMPTS)
+    except (ValueError, RecursionError, TeacherError) as error:
+        raise CacheCorruptError(f"{TEACHER_PROMPTS} of the cache: {first_line(error)} {REMEDY}") from error
 
 
 def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
@@ -154,6 +174,12 @@ def _write_tokenizer(reader: CacheReader, folder: Path) -> None:
         path = f"{TEACHER_FOLDER}/{name}"
         if path in reader.manifest.files:
             (folder / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
+
+
+def _limit_texts(file: Path, max_length: int) -> None:
+    """Let a tokenizer cut texts to a number of tokens where it is asked to cut them."""
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**settings, "model_max_length": max_length}, indent=1))
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:
@@ -284,4 +310,7 @@ def student_card(
         similarity=similarity,
         auto_class=auto_class,
         output=output,
+        seed=int(own[1]) if (own := _SEED.search(record.arch)) else identity.seed,
+        reads_pairs=pair is not None,
+        is_limited=head == "sequences",
     )

@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import num_layers_of
 from minilm_cache.models.locate import CONFIG
-from minilm_cache.objectives.config import ObjectiveConfig, named_spec
+from minilm_cache.objectives.config import COMPARING, ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.train.folder import is_run
+from minilm_cache.wording import counted
 
 RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
@@ -51,7 +52,8 @@ class RecipeSettings(FrozenSettings):
         f"until there are {LEAST_STEPS} steps, unless `--steps` is given.",
     )
     batch_size: Annotated[int, Field(ge=1)] = 16
-    """Sequences per step, summed over all processes (default of `embedding`: 64)."""
+    """Sequences per step, summed over all processes (default of `embedding`, and of objectives that compare
+    the documents of a query: 64)."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -63,7 +65,8 @@ class RecipeSettings(FrozenSettings):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of initial weights, dropout and order."""
     dropout: Literal["teacher", "none"] = "teacher"
-    """Dropout of students: as in the teacher's configuration, or none (default of `embedding`)."""
+    """Dropout of students: as in the teacher's configuration, or none (default of `embedding`, and of
+    objectives that compare the documents of a query)."""
     frozen: Literal["none", "embeddings"] = "none"
     """Weights that stay as students begin with them: none, or the word embeddings, which suits students that
     begin with the teacher's: words that the text hardly has keep their meaning."""
@@ -180,11 +183,13 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
             f"--batch-size {config.batch_size} does not divide into {num_parts} parts (--accumulate times "
             f"the number of processes). Take a multiple of {num_parts}."
         )
-    compares_texts = bool(config.matryoshka) or any(text.startswith("similarity") for text in config.loss)
-    if compares_texts and config.batch_size == num_parts:
+    compares = ["--matryoshka"] * bool(config.matryoshka)
+    compares += ["--loss similarity"] * any(text.startswith("similarity") for text in config.loss)
+    compares += [f"--objective {each.objective}" for each in config.each if each.objective in COMPARING]
+    if compares and config.batch_size == num_parts:
         raise InvalidConfigError(
-            f"--loss similarity and --matryoshka compare the texts of a part, and each of the {num_parts} "
-            "parts has one. Take a larger --batch-size, or fewer --accumulate."
+            f"{compares[0]} compares the texts of a part of a step, and each part has one "
+            f"({counted(num_parts, 'part')}). Take a larger --batch-size, or fewer --accumulate."
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -36,6 +36,7 @@ _MOST_ERROR: Final = 0.1
 GPU adds in no fixed order turn the update of weights whose true gradient is 0."""
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Records what a device is given to compute."""
 

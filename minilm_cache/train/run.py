@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -54,6 +54,7 @@ from minilm_cache.train.setup import (
     fit_objectives,
     larger_than_teacher,
     num_steps,
+    same_students,
     student_shapes,
 )
 from minilm_cache.train.tracking import tracking
@@ -290,6 +291,8 @@ def _locked(path: Path, ranks: Ranks) -> Iterator[None]:
     finally:
         RunFolder(path=path).lock.unlink(missing_ok=True)
         lock.release()
+        with suppress(OSError):  # it is not empty: something was written
+            path.rmdir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +336,11 @@ class _Run:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
             for trainer in trainers:  # machines may round a fit differently, and replicas must not differ
                 ranks.share_first(trainer.learner.objective.parameters())
+            for names in same_students(trainers, config):
+                session.progress.note(
+                    f"{names}: students that begin with the same weights, and drop nothing out, end with the "
+                    "same ones, whatever their seeds. Leave one out, or give --dropout teacher"
+                )
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
         if record.continued_at[-1:] == (state.step,):

@@ -233,6 +233,31 @@ def _name_classes(config: PreTrainedConfig, names: Mapping[int, str], num_classe
         config.label2id = {name: number for number, name in names.items()}
 
 
+def same_students(trainers: Sequence[StudentTrainer], config: TrainConfig) -> list[str]:
+    """Return the names of students that would end as another one does: nothing of them is drawn.
+
+    Args:
+        trainers: students with their initial weights.
+        config: settings of the run.
+    """
+    if config.dropout != "none":
+        return []
+    same, different = list[str](), list[StudentTrainer]()
+    for trainer in trainers:
+        twin = next((other for other in different if _has_same_weights(other, trainer)), None)
+        if twin is None:
+            different.append(trainer)
+        else:
+            same.append(f"{trainer.shape.arch} as {twin.shape.arch}")
+    return same
+
+
+def _has_same_weights(one: StudentTrainer, other: StudentTrainer) -> bool:
+    if [weight.shape for weight in one.trained] != [weight.shape for weight in other.trained]:
+        return False
+    return all(map(torch.equal, one.trained, other.trained))
+
+
 def fit_objectives(trainers: Sequence[StudentTrainer], reader: BatchReader, num_train: int) -> None:
     """Fit the objectives' own weights to the untrained students, where objectives want that.
 

@@ -34,7 +34,7 @@ class FoundText:
 
 
 def search_texts(
-    config: SearchTextConfig, model: str, questions: Sequence[str], *, session: Session = ALONE
+    config: SearchTextConfig, model: str | Path, questions: Sequence[str] | str, *, session: Session = ALONE
 ) -> list[list[FoundText]]:
     """Return the nearest texts for each question, the nearest one first.
 
@@ -42,7 +42,7 @@ def search_texts(
         config: the corpus, and how many texts are read and returned.
         model: name or folder of a sentence encoder, or folder of a run, which stands for its best student by
             held-out loss.
-        questions: the questions.
+        questions: the questions; one is a list of one.
         session: its progress shows the number of texts. Its `should_stop` is called after each 512 texts;
             True stops.
 
@@ -52,6 +52,7 @@ def search_texts(
         InvalidConfigError: there is no question, or the model does not say how it pools.
         InterruptedRunError: a stop was requested.
     """
+    model, questions = str(model), [questions] if isinstance(questions, str) else questions
     if not all(question.strip() for question in questions) or not questions:
         raise InvalidConfigError(
             "give a question in quotes, like: minilm-cache search-text mini 'open a file'"

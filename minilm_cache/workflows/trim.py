@@ -16,7 +16,7 @@ from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import TaskHead, load_tokenizer, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
-from minilm_cache.models.pooling import copy_pooling
+from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
@@ -90,8 +90,8 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         path=out,
         num_pieces=len(kept),
         pieces_before=pieces.size,
-        num_parameters=smaller.num_parameters(),
-        parameters_before=model.num_parameters(),
+        num_parameters=smaller.num_parameters() + num_map_weights(source.folder),
+        parameters_before=model.num_parameters() + num_map_weights(source.folder),
         coverage=coverage,
     )
     with saving("write", out), new_folder(out) as folder:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.cache import open_cache
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
@@ -120,3 +122,31 @@ def test_info_shows_how_far_a_run_has_come(world: World, command: Command) -> No
     assert "at step 21 of 40" in command("info", run)[1]
     (run / "log.jsonl").unlink()
     assert "no step is logged yet" in command("info", run)[1]
+
+
+def test_what_is_written_to_this_machine_is_not_written_to_a_url(world: World, command: Command) -> None:
+    """A path with a URL in it would be a folder called s3: in the current one."""
+    cache = world.dump().path
+    for words in (
+        ("train", cache, "--arch", "1x16"),
+        ("slice", "--teacher", world.teacher, "--arch", "1x16"),
+        ("evaluate", world.teacher, "--task", "sst2", "--data", world.root),
+        ("truncate", "--teacher", world.teacher, "--layers", "0"),
+        ("pull", f"file://{cache}"),
+    ):
+        command.fails(*words, "--out", "s3://team/out", code=2, says=("s3:", "this is a URL"))
+    for out in ("s3://team/out", Path("s3://team/out")):
+        with pytest.raises(InvalidConfigError, match="this is a URL"):
+            dump_cache(world.config(), out=out)
+    with pytest.raises(InvalidConfigError, match="this is a URL"):
+        Session("file:///home")
+    assert not Path("s3:").exists()
+
+
+def test_an_open_cache_is_read_from_another_folder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.dump()
+    monkeypatch.chdir(world.root)
+    cache = open_cache("cache")
+    monkeypatch.chdir(world.home)
+
+    assert len(cache[0].input_ids) == 32

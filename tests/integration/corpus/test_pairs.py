@@ -22,6 +22,7 @@ from transformers import (
 
 from minilm_cache.cache import open_cache, refuse_no_pairs
 from minilm_cache.corpus.order import cut_pair
+from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.errors import CacheCorruptError, TeacherError
 from minilm_cache.models.arch import parse_arch
@@ -358,3 +359,14 @@ def test_records_that_are_no_pairs_are_one_line(world: World, command: Command) 
     world.dump(**PAIRS, codec="none", logits=True)
     train = ("train", world.root / "cache", "--objective", "tinybert-prediction", "--arch", "1x32")
     command.fails(*train, "--vocab", "cache", code=2, says="pairs of texts")
+
+
+def test_a_file_without_a_header_may_begin_with_a_number_of_a_column(tmp_path: Path) -> None:
+    """Labels are 0 and 1 in many files, and columns without names are named by number."""
+    file = tmp_path / "a.tsv"
+    file.write_text("ba be\tbi bo\t1\nda de\tdi do\t0\n")
+    rows = [row for _, row in read_rows(file, ("0", "1", "2"))]
+
+    assert [list(row.values()) for row in rows] == [["ba be", "bi bo", "1"], ["da de", "di do", "0"]]
+    file.write_text("1\t0\nba\tbe\n")  # a header
+    assert [row for _, row in read_rows(file, ("0", "1"))] == [{"0": "be", "1": "ba"}]

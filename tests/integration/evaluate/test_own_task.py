@@ -15,6 +15,10 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.cache import open_cache
+from minilm_cache.evaluate.run import evaluate_models
+from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import LOGITS
 from tests.conftest import Command
 from tests.encoders import save_encoder
@@ -92,6 +96,13 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     (model / "config.json").write_text(json.dumps(config))
     (trial,) = evaluated(command, model, *as_is)["trials"]
     assert trial["scores"]["dev"]["accuracy"] == pytest.approx(100 - tuned["scores"]["dev"]["accuracy"])
+    config |= {"id2label": {"0": "no", "1": "yes"}}
+    (model / "config.json").write_text(json.dumps(config))
+    config |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
+    (model / "config.json").write_text(json.dumps(config))
+    command.fails(
+        "evaluate", *SHORT, *as_is, model, code=2, says="which of them are bad, or worse, good is not"
+    )
     config |= {"id2label": {"0": "no", "1": "yes"}}
     (model / "config.json").write_text(json.dumps(config))
     base = ("evaluate", *SHORT, *as_is)
@@ -226,3 +237,11 @@ def test_a_rare_class_is_learned(teacher: Path, tmp_path: Path, command: Command
         code, _, err = command("evaluate", teacher, *asked, "--out", tmp_path / "out")
         assert code == 0, err
         assert "3 classes" in err
+
+
+def test_python_takes_one_name_and_a_folder_as_text(teacher: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.csv", rows())
+    config = validated(EvaluateConfig, {"task": file, "epochs": "1", "max_train": 8, "max_length": 32})
+    found = evaluate_models(config, str(teacher), out=str(tmp_path / "out"), session=Session(tmp_path))
+
+    assert len(found.trials) == 1

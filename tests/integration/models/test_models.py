@@ -10,14 +10,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
+from sentence_transformers import SentenceTransformer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+)
 
 from minilm_cache.errors import DeviceError
+from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import load_weights
 from minilm_cache.models.locate import TeacherSource, locate_teacher
+from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.storage_schema.identity import Precision
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.support import VOCABULARY, World, save_teacher
 
 
@@ -125,3 +136,30 @@ def test_a_teacher_that_cannot_fit_is_refused_before_it_is_loaded(
     with pytest.raises(DeviceError, match="loading its weights in float32 takes"):
         TeacherMemory.of(source, gpu, "bfloat16", head=None)
     assert not (world.root / "x").exists()
+
+
+def test_a_truncated_encoder_pools_as_its_whole_does(world: World, tmp_path: Path, command: Command) -> None:
+    save_encoder(world.teacher, "cls", normalize=False)
+    out = tmp_path / "cut"
+    assert command("truncate", "--teacher", world.teacher, "--layers", "0,1,2", "--out", out)[0] == 0
+    texts = ["ba be bi", "da"]
+    whole, cut = (SentenceTransformer(str(folder)).encode(texts) for folder in (world.teacher, out))
+
+    np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "content", "sizes"),
+    [
+        ("deberta-v2", {"pooler_hidden_size": 32}, {"pooler_hidden_size": 16}),
+        ("nomic_bert", {"head_dim": 8}, {"head_dim": 4}),
+        ("qwen3", {"head_dim": 8, "num_key_value_heads": 2}, {"head_dim": 4, "num_key_value_heads": 4}),
+    ],
+)
+def test_a_narrower_student_has_narrower_heads(
+    family: str, content: dict[str, int], sizes: dict[str, int]
+) -> None:
+    teacher = AutoConfig.for_model(family, hidden_size=32, num_attention_heads=4, **content)
+    config = shape_config(parse_arch("2x16", 4), teacher.to_dict(), family)
+
+    assert {name: getattr(config, name) for name in sizes} == sizes

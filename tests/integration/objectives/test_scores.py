@@ -13,11 +13,14 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModel
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import texts_of_pair
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import LISTWISE, MARGIN_MSE, RANKNET, SCORE
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.sampler import plan_steps
 from tests.conftest import Command
 from tests.integration.corpus.test_pairs import with_segments
@@ -25,6 +28,26 @@ from tests.integration.objectives.conftest import CPU, settings, trainer_of
 from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_groups
 
 GROUPS: dict[str, Any] = {"pair_columns": "query,right+wrong", "for": "listwise", "seed": 3}
+
+
+@pytest.mark.parametrize("objective", ["listwise", "ranknet", "margin-mse"])
+def test_a_part_of_a_step_with_one_pair_is_refused(objective: str) -> None:
+    config = validated(
+        TrainConfig, {"arch": "1x16", "objective": objective, "batch_size": 8, "accumulate": 8}
+    )
+    with pytest.raises(InvalidConfigError, match=f"--objective {objective} compares the texts of a part"):
+        check_parts(config)
+
+
+def test_a_cross_encoder_opens_with_the_length_that_it_learned(world: World) -> None:
+    world.dump(**GROUPS)
+    run = world.train("run", arch=("1x16",), objective="score", init="random", seed=4)
+    opened = CrossEncoder(str(run.student_path("1x16")))
+
+    assert opened.tokenizer.model_max_length == 32
+    card = (run.student_path("1x16") / "README.md").read_text()
+    assert "at most 32 tokens" in card
+    assert "seed 4" in card
 
 
 @pytest.fixture
@@ -281,8 +304,16 @@ def test_what_does_not_go_with_scores_is_one_line(world: World, command: Command
     of_pairs = ("train", world.root / "flat", "--arch", "1x32", "--objective")
     command.fails(*of_pairs, "listwise", code=2, says="compares the documents of a query")
     command.fails(*train, "score", "--batches", "by-query", code=2, says="is for pairs of texts")
+    early = ("dump", "--teacher", world.teacher, "--corpus", flat, "--max-length", 32, "--for", "ranknet")
+    elsewhere = ("--out", tmp_path / "x")
+    command.fails(
+        *early, *elsewhere, "--pair-columns", "query,text", code=1, says="its records are single pairs"
+    )
+    command.fails(*early, *elsewhere, code=2, says="--pair-columns query,documents")
     three = save_teacher(world.root / "three", head="sequences", num_labels=3)
-    World(world.root, three, world.corpus).dump("classes", **GROUPS)
+    with pytest.raises(InvalidConfigError, match=r"--for listwise .* answers with 3 classes"):
+        World(world.root, three, world.corpus).dump("classes", **GROUPS)
+    World(world.root, three, world.corpus).dump("classes", **{**GROUPS, "for": "score"})
     command.fails(
         *("train", world.root / "classes", "--arch", "1x32", "--objective", "ranknet"),
         code=2,

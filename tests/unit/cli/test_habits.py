@@ -5,11 +5,17 @@ import pty
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
 
 from minilm_cache.cli.options import typed_number
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.settings import validated
+from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command
 
 
@@ -107,3 +113,19 @@ def test_the_list_of_commands_is_not_cut_off(command: Command) -> None:
 )
 def test_out_has_a_short_form(command: Command, name: str) -> None:
     assert "-o, --out" in command(name, "-h")[1]
+
+
+def test_settings_in_python_take_paths_and_single_values() -> None:
+    dumping = validated(DumpConfig, {"teacher": Path("teacher"), "corpus": Path("a/c.txt")})
+    given = {"arch": "1x32", "objective": "embedding", "also": Path("other"), "init": Path("model")}
+    training = validated(TrainConfig, given)
+    tuning = validated(EvaluateConfig, {"task": Path("own.csv"), "lr": "3e-5", "epochs": "2"})
+
+    assert (dumping.teacher, dumping.corpus) == ("teacher", "a/c.txt")
+    assert (training.also, training.init) == (("other",), "model")
+    assert (tuning.task, tuning.lr, tuning.epochs) == (("own.csv",), (3e-5,), (2,))
+
+
+def test_true_is_no_number() -> None:
+    with pytest.raises(InvalidConfigError, match="--steps"):
+        validated(TrainConfig, {"arch": "1x32", "steps": True})
