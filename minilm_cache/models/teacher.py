@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -220,9 +221,9 @@ class Teacher:
         """Return whether padding before a sequence leaves its last hidden states as they are."""
         padding = torch.full((1, 3), int(self.tokenizer.pad_token_id), device=self.device)
         special = {*self.tokenizer.all_special_ids, self.tokenizer.pad_token_id}
-        # An ordinary token: embeddings of padding, and all that follows from them, may be 0.
-        token = next((number for number in range(len(self.tokenizer)) if number not in special), 0)
-        ids = torch.full((1, 5), token, device=self.device)
+        # Ordinary tokens: embeddings of padding, and all that follows from them, may be 0.
+        ordinary = (number for number in range(len(self.tokenizer)) if number not in special)
+        ids = torch.tensor([list(islice(ordinary, 5))], device=self.device)
         padded = torch.cat([padding, ids], 1)
         mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
         alone, behind = (

@@ -204,16 +204,16 @@ class Replayed(Generic[Value]):
         work: Callable[[], Value],
         *,
         prepare: Callable[[], object] = tuple,
-        weights: Sequence[Tensor] = (),
-        state: Sequence[Tensor] = (),
+        weights: Callable[[], Sequence[Tensor]] = tuple,
+        state: Callable[[], Sequence[Tensor]] = tuple,
     ) -> Value:
         """Compute the work.
 
         Args:
             work: what is computed, the same in all calls. It begins anew if it was interrupted.
             prepare: called before the work, and not recorded, such as what sets the seed of random draws.
-            weights: tensors that the work updates.
-            state: other tensors that it changes.
+            weights: returns the tensors that the work updates; asked where results are compared.
+            state: returns the other tensors that it changes.
         """
         if self.is_next_replayed:
             assert self._replay is not None
@@ -225,7 +225,7 @@ class Replayed(Generic[Value]):
         self._calls += 1
         if is_eager:
             return self._plainly(work, prepare)
-        return self._checked(work, prepare, weights=weights, state=state)
+        return self._checked(work, prepare, weights=weights(), state=state())
 
     def forget(self) -> None:
         """Free the graph, and the memory that it has results in."""

@@ -154,14 +154,16 @@ class StudentTrainer:
         if batch.place not in self._steps_at:
             self._steps_at[batch.place] = Replayed(graphs)
         seed = _part_seed(self._seed, step, batch.part)
-        moments = [value for of_weight in self.optimizer.state.values() for value in of_weight.values()]
         losses = self._steps_at[batch.place](
             lambda: self._whole(batch),
             prepare=lambda: torch.manual_seed(seed),
-            weights=[weight.detach() for weight in self.trained],
-            state=[*moments, *self.learner.buffers()],
+            weights=lambda: [weight.detach() for weight in self.trained],
+            state=lambda: [*self._moments(), *self.learner.buffers()],
         )
         return losses.copied()
+
+    def _moments(self) -> list[Tensor]:
+        return [value for moments in self.optimizer.state.values() for value in moments.values()]
 
     def _whole(self, batch: StudentBatch) -> Losses:
         """Take a step on a batch that is a whole step, from its forward pass to the new weights."""

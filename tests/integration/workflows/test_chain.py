@@ -378,8 +378,8 @@ def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world:
     begun = [record.students[0].begun_with for record in records]
     assert begun == [
         "layers 0, 2, cut to this shape, of teacher teacher",
-        "layers 1, cut to this shape, of teacher 2x32",
-        "layers 2, cut to this shape, of teacher teacher",
+        "layer 1, cut to this shape, of teacher 2x32",
+        "layer 2, cut to this shape, of teacher teacher",
     ]
 
 
