@@ -183,29 +183,6 @@ def embedding_crowded() -> str:
     return table_of(head, rows)
 
 
-def embedding_languages() -> str:
-    """Return how often translations are found by students of a multilingual teacher."""
-    names = {
-        "teacher": "the teacher",
-        "six": "`6x384`, slice 0,2,4,8,10,11",
-        "three of six": "`3x384`, slice 1,4,5 of that student",
-        "three": "`3x384`, slice 1,10,11 of the teacher",
-        "narrow of six": "`3x192`, slice 1,4,5 of that `6x384`",
-    }
-    rows = []
-    for name, row in read("languages")["rows"].items():
-        found = row["parallel"]
-        much, little = (
-            [found[each] for each in found if (each in _MUCH) == is_much] for is_much in (True, False)
-        )
-        scores = [f"{mean(much):.1f}", f"{mean(little):.1f}", *(f"{row[score]:.1f}" for score in _CROWDED)]
-        rows.append([names[name], f"{row['num_parameters']:,}", *scores])
-    head = ["model", "parameters", "Arabic, German, Chinese", "Hindi, Korean, Russian, Thai, Turkish"]
-    return table_of([*head, "STS-B dev", "STS-B test", "SQuAD, 128 tokens"], rows)
-
-
-_MUCH = ("ar", "de", "zh")
-"""Languages that the text has thousands of sentences of; of the others it has 500 each."""
 _CROWDED = ("stsb_dev", "stsb_test", "squad_ndcg_128")
 _LARGER = {
     "base": ("all-mpnet-base-v2", "-"),
