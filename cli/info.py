@@ -200,11 +200,14 @@ def report(
                 "students": result.students.to_pylist(),
                 "similarity": [_as_json(layers) for layers in page.similarity],
                 "agreement": [asdict(relation) for relation in page.agreement],
+                "cautions": result.cautions,
             }
         )
         return
     print_pairs({"report": page.path, "bytes": f"{page.num_bytes:,}"})
     print_summary(summary_table(result.students))
+    for line in result.cautions:
+        print_pairs({"note": line})
 
 
 def _as_json(layers: "LayerSimilarity") -> dict[str, Any]:

@@ -101,8 +101,8 @@ def rerank(
         print_json({"models": list(map(asdict, scores)), "candidates": config.candidates})
         return
     print_table(
-        f"The {config.candidates} nearest documents of each query in {config.retrieval}, ranked anew, pairs "
-        f"cut at {config.max_length} tokens: means over queries times 100, with 95 % intervals",
+        f"At most {config.candidates} nearest documents of each query in {config.retrieval}, ranked anew, "
+        f"pairs cut at {config.max_length} tokens: means over queries times 100, with 95 % intervals",
         ["model", "nDCG@10", "MRR@10", "pairs/s"],
         list(map(_row, scores)),
     )

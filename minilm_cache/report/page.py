@@ -314,6 +314,8 @@ class ReportResult:
     report: Report
     students: pa.Table
     """A row for each student (`report.tables.students_table`)."""
+    cautions: tuple[str, ...] = ()
+    """What readers of a comparison must know."""
 
 
 def report_runs(
@@ -355,4 +357,4 @@ def report_runs(
         paths=config.paths,
         searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
-    return ReportResult(report=report, students=students)
+    return ReportResult(report=report, students=students, cautions=tuple(cautions(runs)))

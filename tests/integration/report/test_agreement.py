@@ -130,3 +130,16 @@ def test_students_of_several_runs_are_compared_each_with_its_layer(tmp_path: Pat
     alone = relation_agreement(runs[1].reference, _teacher(world), _compared_students(runs[1:], shown[1:]))
     assert [one.heads for one in both if one.student == "run0"] == [one.heads for one in alone]
     assert [one.heads for one in both if one.student == "run2"] != [one.heads for one in alone]
+
+
+def test_what_readers_must_know_is_on_the_page_and_in_the_terminal(world: World, command: Command) -> None:
+    write_corpus(world.corpus, 20)
+    world.dump()
+    run = world.train("run").path
+    page = world.root / "page.html"
+    asked = ("report", run, "--out", page, "--device", "cpu")
+    cautions = json.loads(command(*asked, "--json")[1])["cautions"]
+
+    assert "too few to tell students apart" in cautions[0]
+    assert all(line in page.read_text() for line in cautions)
+    assert "too few to tell students" in command(*asked)[1]
