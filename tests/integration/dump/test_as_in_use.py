@@ -247,6 +247,22 @@ def test_prompts_stand_before_texts_and_students_have_them(
     torch.testing.assert_close(ours.encode(documents[:4]), opened.encode(documents[:4]))
 
 
+@pytest.mark.parametrize(("loss", "similarity"), [("mse", "dot"), ("cosine", "cosine")])
+def test_students_that_learn_lengths_are_compared_as_their_teacher(
+    world: World, loss: str, similarity: str
+) -> None:
+    save_encoder(world.teacher, "mean", max_length=32, normalize=False)
+    (world.teacher / "config_sentence_transformers.json").write_text(
+        json.dumps({"similarity_fn_name": "dot"})
+    )
+    path = world.dump(**POOLED_ONLY).path
+    settings = {"objective": "embedding", "arch": ("1x16",), "steps": 2, "device": "cpu", "loss": loss}
+    run = train_students(validated(TrainConfig, settings), path, session=Session(world.home))
+
+    opened = SentenceTransformer(str(run.student_path("1x16")), device="cpu")
+    assert opened.similarity_fn_name == similarity
+
+
 BY_ROLE = {"query": "du du ", "document": "fa "}
 
 
