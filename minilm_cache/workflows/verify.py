@@ -117,6 +117,11 @@ def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
     from minilm_cache.train.card import student_prompts  # noqa: PLC0415 - with it
 
     cache, text = open_cache(path), None
+    if cache.manifest.labels.imported:
+        raise InvalidConfigError(
+            f"--teacher: {path} was imported, so what it holds was given in a file, and no teacher ran. "
+            "Leave --teacher out."
+        )
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
         labels, roles = cache.manifest.labels, None

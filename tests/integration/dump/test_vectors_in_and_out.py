@@ -90,6 +90,7 @@ def test_commands_export_import_and_train(world: World, command: Command) -> Non
     train = ("--arch", "1x16:h2", "--objective", "embedding", "--steps", 2)
     assert command("train", imported, *train)[0] == 0
     assert command("verify", imported, "--full")[0] == 0
+    command.fails("verify", imported, "--teacher", world.teacher, code=2, says="was imported")
     code, out, _ = command("info", imported)
     assert (code, "pooled vectors of width 32" in out) == (0, True)
 
