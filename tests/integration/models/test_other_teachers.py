@@ -308,6 +308,21 @@ def test_padding_on_either_side_gives_the_same_cache(tmp_path: Path, side: str) 
         torch.testing.assert_close(cache[number].relation("attention"), attention, rtol=0, atol=1e-3)
 
 
+def test_padding_on_the_left_may_have_an_embedding_of_zeros(tmp_path: Path) -> None:
+    """As transformers makes it; a tokenizer may have no other special token."""
+    teacher = save_other(tmp_path / "teacher", "qwen3")
+    settings = json.loads((teacher / "tokenizer_config.json").read_text())
+    kept = {name: value for name, value in settings.items() if name not in {"bos_token", "cls_token"}}
+    (teacher / "tokenizer_config.json").write_text(json.dumps(kept | {"padding_side": "left"}))
+    weights = load_file(teacher / "model.safetensors")
+    padding = AutoTokenizer.from_pretrained(teacher).eos_token_id
+    weights["embed_tokens.weight"][padding] = 0
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+
+    assert world.dump(codec="none", pooled=True, packing="records", pooling="lasttoken").manifest.complete
+
+
 @pytest.mark.parametrize("family", ["deberta", "deberta-v2"])
 def test_relations_with_a_bias_that_reads_the_text_are_cached_and_learned(
     tmp_path: Path, command: Command, family: str
