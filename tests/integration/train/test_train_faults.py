@@ -190,3 +190,14 @@ def test_a_teacher_that_drops_all_attention_trains_students(tmp_path: Path, worl
     dropping = World(tmp_path, save_teacher(tmp_path / "t", attention_probs_dropout_prob=1.0), world.corpus)
     dropping.dump()
     assert go(dropping, steps=2).record.complete
+
+
+def test_seeds_of_students_that_draw_nothing_are_said_to_be_the_same(world: World, command: Command) -> None:
+    world.dump()
+    train = ("train", world.root / "cache", "--arch", "1x32", "--arch", "1x32:s1", "--steps", 2, "--init")
+    same = command(*train, "slice", "--dropout", "none", "--out", world.root / "same")
+    drawn = command(*train, "random", "--dropout", "none", "--out", world.root / "drawn")
+
+    assert (same[0], drawn[0]) == (0, 0)
+    assert "1x32:s1 as 1x32: students that begin with the same weights" in same[2]
+    assert "begin with the same weights" not in drawn[2]
