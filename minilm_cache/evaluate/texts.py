@@ -63,8 +63,8 @@ class TextKind(Kind[TextTask, TextExample]):
         if head is None and not is_classifier(config):
             raise InvalidConfigError(
                 f"{model.name} is no classifier ({', '.join(config.architectures or ('unknown',))}), so it "
-                f"has no answers of its own. Fine-tune it first: minilm-cache evaluate {model.name} --task "
-                f"{self.task.name} --keep-models, without --as-is."
+                "has no answers of its own. Fine-tune it on the task first (`minilm-cache evaluate` with "
+                "--keep-models, without --as-is)."
             )
         order = class_order(names, self.task.labels)
         if order is not None and self._is_order_guessed(names):

@@ -8,6 +8,7 @@ from typing import Final
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.wording import counted
 
+_OWN_SEED: Final = re.compile(r":s(\d+)")
 _PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)", re.ASCII)
 _OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
 _MAX_LAYERS: Final = 256
@@ -69,6 +70,12 @@ def parse_arch(
     if compares_heads:
         _check_heads(shape, relation_heads, split_into)
     return shape
+
+
+def own_seed(arch: str) -> int | None:
+    """Return the seed that a shape names. None means that it names none."""
+    found = _OWN_SEED.search(arch)
+    return None if found is None else int(found[1])
 
 
 def num_layers_of(arch: str) -> int:

@@ -404,6 +404,9 @@ class StudentTokens(ABC):
     def pad_token(self) -> int:
         """Id that fills up the sequences that students read."""
 
+    def check_places(self) -> None:  # noqa: B027 - most read any text
+        """Raise InvalidConfigError if what is learned of tokens cannot be, because they lose their places."""
+
     @abstractmethod
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them.
@@ -474,6 +477,15 @@ class Vocabulary(StudentTokens):
             sizes = torch.tensor([len(ids) for ids in spelled.values()])
             self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
 
+    def check_places(self) -> None:
+        """Raise InvalidConfigError if a lost piece could only be read as another token."""
+        if self._has_lost and self.tokenizer.unk_token_id is None:
+            raise InvalidConfigError(
+                "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack are "
+                "read as unknown ones, and this tokenizer has no unknown token. Leave --vocab out, or learn "
+                "vectors of texts (--objective embedding)."
+            )
+
     @property
     def pad_token(self) -> int:
         """Id that fills up the sequences that students read."""
@@ -482,12 +494,6 @@ class Vocabulary(StudentTokens):
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
         if most is None:
-            if self._has_lost and self.tokenizer.unk_token_id is None:
-                raise InvalidConfigError(
-                    "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack "
-                    "are read as unknown ones, and this tokenizer has no unknown token. Leave --vocab out, "
-                    "or learn vectors of texts (--objective embedding)."
-                )
             return inputs.with_ids(self._new[inputs.ids])
         ids = inputs.ids[inputs.valid]
         counts = self._count[ids]

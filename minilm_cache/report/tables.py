@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
+from minilm_cache.models.arch import own_seed
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import num_map_weights
@@ -316,8 +317,8 @@ def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
 
 def seed_of(run: TrainedRun, student: StudentRecord) -> int:
     """Return the seed of a student: its own, or that of its run."""
-    seed = _SEED.search(student.arch)
-    return int(seed[0][2:]) if seed else run.record.identity.seed
+    own = own_seed(student.arch)
+    return run.record.identity.seed if own is None else own
 
 
 _Kls = Mapping[str, Mapping[str, float] | None]

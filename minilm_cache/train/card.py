@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
+from minilm_cache.models.arch import own_seed
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import ALIASES, MINI, MINI_ID
 from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of, similarity_of
@@ -39,9 +40,6 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.train.trainer import StudentTrainer
 from minilm_cache.wording import rendered
-
-_SEED: Final = re.compile(r":s(\d+)")
-"""A student's own seed, in the name of its shape."""
 
 
 def save_student(
@@ -310,7 +308,7 @@ def student_card(
         similarity=similarity,
         auto_class=auto_class,
         output=output,
-        seed=int(own[1]) if (own := _SEED.search(record.arch)) else identity.seed,
+        seed=identity.seed if (own := own_seed(record.arch)) is None else own,
         reads_pairs=pair is not None,
         is_limited=head == "sequences",
     )

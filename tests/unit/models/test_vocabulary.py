@@ -194,6 +194,23 @@ def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
     assert (spelled.ids[~spelled.valid] == vocabulary.tokenizer.pad_token_id).all()
 
 
+@pytest.mark.parametrize("has_unknown", [True, False])
+def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: bool) -> None:
+    """Without one they would be read as the first piece, whatever that is."""
+    names = {name: token for name, token in NAMES.items() if has_unknown or name != "unk_token"}
+    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=bpe(), **names))
+    counted = counts(pieces, texts(20))
+    everything = Vocabulary(pieces, counted, pieces.chosen(counted, None))
+    some = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 5))
+
+    everything.check_places()
+    if has_unknown:
+        some.check_places()
+        return
+    with pytest.raises(InvalidConfigError, match="this tokenizer has no unknown token"):
+        some.check_places()
+
+
 def test_a_file_lists_pieces(tmp_path: Path) -> None:
     pieces = PIECES["WordPiece"]
     file = tmp_path / "pieces.txt"
