@@ -1,5 +1,6 @@
 """A cache as users see it: sequences with their token ids and relations. See `open_cache`."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -296,13 +297,13 @@ def read_codes(manifest: CacheManifest, attachment: Callable[[str], bytes]) -> d
 
 
 def open_cache(
-    place: str | Path, *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES
+    place: str | os.PathLike[str], *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES
 ) -> Cache:
     """Open a finished cache.
 
     Args:
-        place: its folder, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards are then
-            downloaded when they are first read.
+        place: its folder, the result of its dump, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards
+            are then downloaded when they are first read.
         home: folder below which shards from a URL are kept. None means MINILM_CACHE_HOME.
         local_bytes: greatest total size of the shard files that are kept from a URL, bytes.
 
@@ -313,6 +314,7 @@ def open_cache(
         CacheCorruptError: it is damaged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    if is_url(str(place)):
-        return Cache(MirrorReader(str(place), home or cache_home(), local_bytes))
+    place = os.fspath(place)
+    if is_url(place):
+        return Cache(MirrorReader(place, home or cache_home(), local_bytes))
     return Cache(CacheReader(Path(place).absolute()))  # a notebook may change its folder

@@ -5,6 +5,7 @@ import html
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 _LONGEST: Final = 200
@@ -103,6 +104,15 @@ class Described(ABC):
 
     def _repr_html_(self) -> str:
         return html_table(type(self).__name__, self.describe())
+
+
+class Made(Described):
+    """Base of results of what was made, each of which stands for its folder wherever a path is wanted."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
 
 def differing_values(

@@ -1,5 +1,6 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
+import os
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -34,11 +35,11 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
-from minilm_cache.wording import Described, counted
+from minilm_cache.wording import Made, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DumpResult(Described):
+class DumpResult(Made):
     """Result of a dump."""
 
     path: Path
@@ -56,6 +57,9 @@ class DumpResult(Described):
     def place(self) -> str:
         """Where the cache is: its URL or its folder."""
         return self.url or str(self.path)
+
+    def __fspath__(self) -> str:
+        return self.place
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
@@ -77,8 +81,8 @@ def dump_cache(
     session: Session = ALONE,
     resume: bool = True,
     cache_store: str | None = None,
-    tokens_of: str | Path | None = None,
-    add: str | Path | None = None,
+    tokens_of: str | os.PathLike[str] | None = None,
+    add: str | os.PathLike[str] | None = None,
 ) -> DumpResult:
     """Run a teacher over a corpus and write its tapped layers' relations into a cache.
 

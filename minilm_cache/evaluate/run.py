@@ -1,5 +1,6 @@
 """Evaluate models on tasks, in one trial per setting and seed. Finished trials are not run again."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
-from minilm_cache.wording import Described, some_of
+from minilm_cache.wording import Made, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,7 @@ _LIBRARIES: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Evaluation(Described):
+class Evaluation(Made):
     """Trials, summaries and files of an evaluation."""
 
     path: Path
@@ -108,14 +109,18 @@ class _Trial:
 
 
 def evaluate_models(
-    config: EvaluateConfig, names: Sequence[str] | str, *, out: str | Path, session: Session = ALONE
+    config: EvaluateConfig,
+    names: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+    *,
+    out: str | Path,
+    session: Session = ALONE,
 ) -> Evaluation:
     """Fine-tune models on tasks, score them, and return means over seeds.
 
     Args:
         config: tasks, data and settings.
-        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs; one is a list of
-            one.
+        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs, or results of
+            trainings; one is a list of one.
         out: folder of trials. Finished trials in it are not run again.
         session: its progress shows the number of processed sequences. Its `should_stop` is called after each
             step; True stops. Trials that have ended are kept.
@@ -132,11 +137,12 @@ def evaluate_models(
     device = check_device(config.device)
     out = Path(out)
     refuse_file(out)
-    names = list(map(str, [names] if isinstance(names, str | Path) else names))
-    models = find_models(names, config.revision, untrained=config.untrained)
+    given = [names] if isinstance(names, str | os.PathLike) else names
+    places = [os.fspath(name) for name in given]
+    models = find_models(places, config.revision, untrained=config.untrained)
     trained = [model for model in models if not model.untrained]
     if config.card:
-        check_cards(trained, names)
+        check_cards(trained, places)
     trials = [
         trial
         for name in config.task

@@ -6,6 +6,7 @@ from minilm_cache.report.tables import students_table
 students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -223,11 +224,11 @@ def _with_parts(table: pa.Table, runs: Sequence[TrainedRun], losses: Mapping[Pat
     return table
 
 
-def results(*folders: str | Path, teacher: str | None = None) -> "pd.DataFrame":
+def results(*folders: str | os.PathLike[str], teacher: str | None = None) -> "pd.DataFrame":
     """Return a row for each student of runs, chains and studies, with the columns that have values.
 
     Args:
-        folders: folders of complete runs, of chains or of studies.
+        folders: folders of complete runs, of chains or of studies, or results of trainings.
         teacher: name or folder of the teacher, which then runs again, so that KLs are exact, as those of a
             study. None means the KLs that runs recorded, to what their caches hold.
 

@@ -25,13 +25,14 @@ from minilm_cache.slicing.shapes import check_cut, take_layer_types
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.wording import Made
 
 _KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 _SEED = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SliceResult(Made):
     """A slice that was written."""
 
     path: Path
@@ -45,6 +46,14 @@ class SliceResult:
     kl: dict[RelationKind, float] | None
     """KL(teacher || slice) of the last layer's relations on further text, nats. None means that there was
     none, or that the two have different numbers of heads."""
+
+    def describe(self) -> dict[str, object]:
+        """Return the lines of its description, by the names that people read."""
+        return {
+            "model": self.path,
+            "teacher's layers": ", ".join(map(str, self.layers)),
+            "weights": f"{self.num_parameters:,} of {self.teacher_parameters:,}",
+        }
 
 
 def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:

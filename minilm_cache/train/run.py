@@ -1,6 +1,7 @@
 """Stage two from end to end: shards -> batches -> objective -> students -> checkpoints -> model folders."""
 
 import math
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,14 +61,14 @@ from minilm_cache.train.setup import (
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage
-from minilm_cache.wording import Described, number_text
+from minilm_cache.wording import Made, number_text
 
 _LOOKED_AT: Final = 4096
 """Pairs that are looked at for a query with two documents; those of a query follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TrainResult(Described):
+class TrainResult(Made):
     """Result of a training."""
 
     path: Path
@@ -103,7 +104,7 @@ class TrainResult(Described):
 
 def train_students(
     config: TrainConfig,
-    cache: str | Path,
+    cache: str | os.PathLike[str],
     *,
     out: str | Path | None = None,
     session: Session = ALONE,
@@ -113,7 +114,7 @@ def train_students(
 
     Args:
         config: settings of the training.
-        cache: folder or URL of the cache.
+        cache: folder or URL of the cache, or the result of its dump.
         out: folder of the run. None means a folder below `home`, named by content.
         resume: resume an unfinished run in the same folder; if false, the folder must not exist.
         session: its home is the folder of runs, and of what is kept of caches at URLs. Its progress shows
@@ -130,7 +131,7 @@ def train_students(
             first_config(config), cache, out=first_folder(out), resume=resume, session=session
         )
         config = after_first(config, begun.record, begun.path)
-    place = place_of(str(cache))
+    place = place_of(os.fspath(cache))
     ranks = Ranks.join(config.place, config.device)
     try:
         with ranks.explaining():

@@ -57,7 +57,8 @@ def test_a_notebook_is_pleasant(
 
     with pytest.raises(IdentityMismatchError, match="is not the one of"):
         results("run", teacher=str(save_teacher(world.root / "other", seed=1)))
-    (row,) = results("run").to_dict("records")
+    assert open_cache(dumped).manifest.fingerprint == dumped.manifest.fingerprint
+    (row,) = results(trained).to_dict("records")
     assert row["arch"] == "1x32"
     assert "masked_agreement" not in row  # nothing measured it
     run = TrainedRun.open("run")
