@@ -25,7 +25,7 @@ from minilm_cache.models.complete import refuse_other_reading, text_length
 from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.load import load_tokenizer, read_config
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.relations.scores import key_mask
@@ -210,6 +210,8 @@ class SentencePooler(nn.Module):
 def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
     """Add what sentence-transformers reads to a folder of a model, where the source of the model has it.
 
+    Linear maps stay out where the new model has another width than its source.
+
     Args:
         source: folder of the model that it was made from.
         folder: folder of the new model.
@@ -220,9 +222,14 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
         OSError: the file system refused.
     """
     if (source / MODULES).is_file():
-        width, tokenizer = config.hidden_size, load_tokenizer(source, has_ends=False)
+        width, tokenizer = read_config(source).hidden_size, load_tokenizer(source, has_ends=False)
         pooler = load_pooler(source, None, width, adds_prompts=True)
-        pooler.save(folder, hidden_size=width, max_length=text_length(source, tokenizer, config))
+        if config.hidden_size != width:
+            pooler = SentencePooler(
+                pooler.mode, normalize=pooler.normalize, includes_prompt=pooler.includes_prompt
+            )
+        max_length = text_length(source, tokenizer, config)
+        pooler.save(folder, hidden_size=config.hidden_size, max_length=max_length)
     if (source / PROMPTS_FILE).is_file():
         (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json(read_similarity(source)))
 

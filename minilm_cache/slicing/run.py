@@ -13,6 +13,7 @@ from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
+from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
@@ -105,6 +106,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
     with saving("write", out), new_folder(out) as folder:
         student.save_pretrained(folder)
         load_tokenizer(source.folder).save_pretrained(folder)
+        copy_pooling(source.folder, folder, student_config)
         (folder / "README.md").write_text(_card(source, shape, result))
     return result
 

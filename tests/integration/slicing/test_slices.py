@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from minilm_cache import SliceConfig, slice_teacher
@@ -19,6 +21,7 @@ from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.support import BIASED, TINY, VOCABULARY, World, save_teacher, tiny_model
 
 FAMILIES = sorted([*TINY, *BIASED])
@@ -172,6 +175,21 @@ def test_a_slice_is_a_huggingface_folder(world: World) -> None:
     assert result.num_parameters == sum(weight.numel() for weight in model.parameters())
     assert result.kl is None  # the text is too short to check the slice on more of it
     assert "cut to 2x16" in (result.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("arch", ["2x16", "2x32"])
+def test_a_slice_of_a_sentence_encoder_pools_as_its_teacher(world: World, arch: str) -> None:
+    save_encoder(world.teacher, "cls", dense=nn.Tanh())
+    result = _slice(world, "slice", arch=arch)
+    model, whole = SentenceTransformer(str(result.path)), SentenceTransformer(str(world.teacher))
+    assert model.max_seq_length == whole.max_seq_length
+    assert [type(module).__name__ for module in model][1:] == [
+        "Pooling",
+        *["Dense"] * (arch == "2x32"),
+        "Normalize",
+    ]
+    assert model[1].pooling_mode == "cls"
+    assert model.encode("ba be bi").shape == (24 if arch == "2x32" else 16,)
 
 
 def test_the_same_text_gives_the_same_bytes(world: World) -> None:
