@@ -107,6 +107,8 @@ def test_answers_are_taken_for_no_vectors(tmp_path: Path, command: Command) -> N
     short = ("--max-length", 32)
     command.fails("search-text", tuned, "ba", "--corpus", tmp_path / "texts.txt", code=2, says=says)
     command.fails("embeddings", tuned, "--retrieval", own, *short, code=2, says=says)
+    cross = save_teacher(tmp_path / "cross", head="sequences", num_labels=1)
+    command.fails("embeddings", cross, "--retrieval", own, *short, code=2, says=says)
     mine = ("mine", tuned, "--retrieval", own, *short, "--out", tmp_path / "mined")
     command.fails(*mine, code=2, says=says)
 
