@@ -219,7 +219,8 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
-        session.progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
+        learned = "" if config.as_is else f"{len(track.train):,} training examples, "
+        session.progress.note(f"{task.title}{language}: {learned}{sizes}")
     return kind, tracks
 
 

@@ -218,7 +218,7 @@ def _generators(
     )
     runs: dict[_Key, Run] = {}
     for model in able:
-        generator = TextGenerator.load(model.folder, device)
+        generator = TextGenerator.load(model.folder, str(device))
         check_generates(generator.model.model, decoding, model.name, options=("--length", "--generate"))
         generator.model.to(dtype)  # type: ignore[arg-type]
         runs[_Key(GENERATE, model.name)] = partial(generator.generate_ids, decoding=decoding)

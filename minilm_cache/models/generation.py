@@ -30,6 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
+from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
 from minilm_cache.models.tap import gathered
@@ -315,21 +316,22 @@ class TextGenerator:
         self.decoding, self.pairs = decoding, pairs
 
     @classmethod
-    def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "TextGenerator":
+    def load(cls, folder: str | Path, device: str = "cpu") -> "TextGenerator":
         """Return the generator in a folder that `evaluate --keep-models` or `save` wrote.
 
         Raises:
             TeacherError: the folder holds no such model.
-            InvalidConfigError: its texts are longer than the model has positions.
+            InvalidConfigError: its texts are longer than the model has positions, or this machine lacks the
+                device.
         """
-        folder = Path(folder)
+        folder, place = Path(folder), choose_device(device)
         decoding = read_decoding(folder)
         model, lacking = load_weights(folder, "tokens", attention="sdpa")
         if lacking:
             raise TeacherError(f"{folder} lacks weights of its head ({min(lacking)}). Get it again.")
         check_generates(model, decoding, str(folder))
         pairs = is_of_pairs(folder)
-        return cls(model.to(device), load_tokenizer(folder), decoding, pairs=pairs)  # type: ignore[arg-type]
+        return cls(model.to(place), load_tokenizer(folder), decoding, pairs=pairs)  # type: ignore[arg-type]
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that `load` reads, and that transformers opens as a masked language model.

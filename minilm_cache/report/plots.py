@@ -23,6 +23,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, RelationAgreement
 from minilm_cache.report.tables import KL_COLUMNS, curves_table, seed_of
+from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.train.record import StudentRecord
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
@@ -77,10 +78,12 @@ class Picture:
 
         Raises:
             InvalidConfigError: the file's name does not end in .png.
+            StorageError: the file cannot be written.
         """
         if Path(file).suffix.lower() != ".png":
             raise InvalidConfigError(f"{file}: a picture is written as a PNG. Give a name that ends in .png.")
-        Path(file).write_bytes(self._repr_png_())
+        with storage_errors("write", Path(file)):
+            write_file(Path(file), self._repr_png_())
 
     def _repr_png_(self) -> bytes:
         spec = self.spec

@@ -55,7 +55,7 @@ def generate(
         refuse_existing(out, "--out")
     sources = _sources(config, texts)
     device = choose_device(config.device)
-    generator = TextGenerator.load(locate_teacher(model, config.revision).folder, device)
+    generator = TextGenerator.load(locate_teacher(model, config.revision).folder, str(device))
     refuse_other_sources(model, num_texts=len(sources[0]), pairs=generator.pairs)
     decoding = generator.decoding.changed(config)
     if config.max_length is not None:

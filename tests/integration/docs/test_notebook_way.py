@@ -16,7 +16,7 @@ from minilm_cache import (
     results,
     train_students,
 )
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.settings import whole_number
 from tests.support import World, save_teacher
 
@@ -68,6 +68,8 @@ def test_a_notebook_is_pleasant(
     assert figure._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(InvalidConfigError, match=r"maps\.svg: a picture is written as a PNG"):
         figure.save("maps.svg")
+    with pytest.raises(StorageError, match="cannot write"):
+        figure.save("maps.PNG/maps.png")
     with pytest.raises(ValidationError, match="--arch three: write LAYERSxHIDDEN"):
         TrainConfig(arch="three")
     maps = figure.spec["hconcat"]

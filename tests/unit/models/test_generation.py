@@ -226,6 +226,8 @@ def test_a_saved_generator_loads_and_is_a_masked_language_model(tmp_path: Path) 
     generator = TextGenerator(_model("roberta"), TOKENIZER, DECODING.with_changes(num_beams=2))
     generator.save(tmp_path / "g")
     again = TextGenerator.load(tmp_path / "g")
+    with pytest.raises(InvalidConfigError, match="--device nothing"):
+        TextGenerator.load(tmp_path / "g", "nothing")
     assert again.decoding == generator.decoding
     assert again.generate(SOURCES) == generator.generate(SOURCES)
     AutoModelForMaskedLM.from_pretrained(tmp_path / "g")
