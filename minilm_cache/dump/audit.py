@@ -1,7 +1,7 @@
 """Fidelity of a dump: the bytes on disk compared with the teacher, run again on held-out sequences."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,7 @@ from minilm_cache.relations.scores import RowTargets, SparseRows, to_dense
 from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals, expected
 from minilm_cache.session import Session
 from minilm_cache.signals.table import SIGNALS, masked_part, value_signal
-from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity, StateFidelity
 from minilm_cache.storage_schema.states import LABELS, plain_path
 
@@ -68,14 +68,6 @@ class _Sums:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class Audit:
-    """Result of an audit."""
-
-    num_sequences: int
-    fidelity: tuple[LayerFidelity, ...]
-
-
 def audit_sequences(cache: Cache) -> range:
     """Return the numbers of the sequences to audit: held-out ones, or the last one where none is held out."""
     first = min(cache.manifest.num_train, len(cache) - 1)
@@ -83,35 +75,35 @@ def audit_sequences(cache: Cache) -> range:
 
 
 def audit(
-    stored: Callable[[int], CachedSequence],
+    cache: Cache,
     teacher: Teacher,
-    layers: Sequence[int],
     *,
     numbers: Sequence[int],
     batch_size: int,
     session: Session,
-    pair: PairTemplate | None,
-) -> Audit:
-    """Run the teacher again on some sequences and compare with what was stored.
+    stored: Mapping[int, CachedSequence] | None = None,
+) -> tuple[LayerFidelity, ...]:
+    """Run the teacher again on some sequences and compare each layer with what was stored.
 
     Args:
-        stored: function that returns a stored sequence by its number.
+        cache: the cache; without layers, nothing is compared.
         teacher: the teacher.
-        layers: layers to compare; without any, nothing is compared.
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
         session: its progress shows sequences done.
-        pair: what stands around and between the texts of a sequence. None means that sequences are no pairs.
+        stored: sequences to compare with, by their numbers. None means those of the cache.
 
     Raises:
         CacheCorruptError: a shard is damaged.
     """
+    layers, pair = cache.layers, cache.manifest.identity.packing.pair
     if not layers:
-        return Audit(num_sequences=len(numbers), fidelity=())
+        return ()
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {(layer, kind): _Sums() for layer in layers for kind in kinds}
     for start in range(0, len(numbers), batch_size):
-        sequences = [stored(number) for number in numbers[start : start + batch_size]]
+        source: Cache | Mapping[int, CachedSequence] = cache if stored is None else stored
+        sequences = [source[number] for number in numbers[start : start + batch_size]]
         rows = [sequence.input_ids for sequence in sequences]
         inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id).paired(pair)
         signals = teacher.relations(inputs, layers)
@@ -123,12 +115,9 @@ def audit(
                     kept = _kept_columns(sequence.target_rows(kind, layer), length)
                     sums[layer, kind].add(live, sequence.relation(kind, layer), kept)
         session.progress.advance(len(sequences))
-    return Audit(
-        num_sequences=len(numbers),
-        fidelity=tuple(
-            LayerFidelity(layer=layer, relations={kind: sums[layer, kind].fidelity() for kind in kinds})
-            for layer in layers
-        ),
+    return tuple(
+        LayerFidelity(layer=layer, relations={kind: sums[layer, kind].fidelity() for kind in kinds})
+        for layer in layers
     )
 
 

@@ -248,29 +248,15 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
     """Return the differences between the stored relations and the teacher's, on the sample."""
     measured = cache.manifest.measured
     assert measured is not None
-    sample, pair = _sample(cache), cache.manifest.identity.packing.pair
+    sample = _sample(cache)
     session.progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
     differences = []
     for shard, numbers in sample.items():
         anew = _encode_anew(cache, teacher, numbers)
-        stored_now = audit(
-            cache.__getitem__,
-            teacher,
-            cache.layers,
-            numbers=numbers,
-            batch_size=len(numbers),
-            session=session,
-            pair=pair,
-        ).fidelity
-        floors = audit(
-            anew.__getitem__,
-            teacher,
-            cache.layers,
-            numbers=numbers,
-            batch_size=len(numbers),
-            session=session,
-            pair=pair,
-        ).fidelity
+        stored_now, floors = (
+            audit(cache, teacher, numbers=numbers, batch_size=len(numbers), session=session, stored=stored)
+            for stored in (None, anew)
+        )
         for now, floor, then in zip(stored_now, floors, measured.fidelity, strict=True):
             differences += [
                 ShardDifference(

@@ -290,21 +290,13 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, sessi
     identity = writer.manifest.identity
     passes = identity.has_relations + (identity.states is not None)
     session.progress.start("measure fidelity", passes * len(numbers), "sequences")
-    audited = audit(
-        cache.__getitem__,
-        teacher,
-        teacher.layers,
-        numbers=numbers,
-        batch_size=batch_size,
-        session=session,
-        pair=identity.packing.pair,
-    )
+    fidelity = audit(cache, teacher, numbers=numbers, batch_size=batch_size, session=session)
     total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,
         total_bytes=total,
-        fidelity_sequences=audited.num_sequences,
-        fidelity=audited.fidelity,
+        fidelity_sequences=len(numbers),
+        fidelity=fidelity,
         states=audit_states(cache, reader, numbers=numbers, batch_size=batch_size, session=session),
     )
     preview = preview_table(cache, teacher.tokenizer)

@@ -11,7 +11,6 @@ import zarr
 from torch import Tensor
 
 from minilm_cache.cache import Cache, open_cache, row_checker
-from minilm_cache.dump.audit import Audit
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import (
     CacheCorruptError,
@@ -74,7 +73,7 @@ def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: p
 
     fidelity = open_cache(base.path).manifest.measured
     assert fidelity is not None
-    measured = Audit(num_sequences=fidelity.fidelity_sequences, fidelity=fidelity.fidelity)
+    measured = fidelity.fidelity
     hidden = dumped("and-hidden", base.path, hidden="last")
     assert set(asked) == {((), (3,), None)}
     labels = dumped("and-labels", hidden, hidden="last", labels=True)
