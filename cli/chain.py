@@ -190,7 +190,7 @@ def _task_stage(
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
     refuse_missing(teacher=dump["teacher"], revision=dump.get("revision"))
-    refuse_missing(models=[config.augment])
+    refuse_missing(models=[config.augment, config.mine])
     refuse_no_beginning(config.student)
     refuse_files(out=out)
     evaluation = evaluation_of(config, {})

@@ -28,7 +28,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, small_array
 from minilm_cache.store.urls import is_url
-from minilm_cache.wording import Described
+from minilm_cache.wording import Described, Place
 
 _SEGMENTS_KEPT = 2
 
@@ -296,9 +296,7 @@ def read_codes(manifest: CacheManifest, attachment: Callable[[str], bytes]) -> d
     return {folder: TransformCode(**parts) for folder, parts in arrays.items()}
 
 
-def open_cache(
-    place: str | os.PathLike[str], *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES
-) -> Cache:
+def open_cache(place: Place, *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES) -> Cache:
     """Open a finished cache.
 
     Args:

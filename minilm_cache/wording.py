@@ -2,6 +2,7 @@
 
 import difflib
 import html
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,6 +105,10 @@ class Described(ABC):
 
     def _repr_html_(self) -> str:
         return html_table(type(self).__name__, self.describe())
+
+
+Place = str | os.PathLike[str]
+"""Where something is: a path or a URL, or the result of what made it."""
 
 
 class Made(Described):

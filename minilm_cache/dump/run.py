@@ -1,6 +1,5 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
-import os
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
-from minilm_cache.wording import Made, counted
+from minilm_cache.wording import Made, Place, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -81,8 +80,8 @@ def dump_cache(
     session: Session = ALONE,
     resume: bool = True,
     cache_store: str | None = None,
-    tokens_of: str | os.PathLike[str] | None = None,
-    add: str | os.PathLike[str] | None = None,
+    tokens_of: Place | None = None,
+    add: Place | None = None,
 ) -> DumpResult:
     """Run a teacher over a corpus and write its tapped layers' relations into a cache.
 

@@ -31,7 +31,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
-from minilm_cache.wording import Made, some_of
+from minilm_cache.wording import Made, Place, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,18 +109,13 @@ class _Trial:
 
 
 def evaluate_models(
-    config: EvaluateConfig,
-    names: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
-    *,
-    out: str | Path,
-    session: Session = ALONE,
+    config: EvaluateConfig, names: Sequence[Place] | Place, *, out: str | Path, session: Session = ALONE
 ) -> Evaluation:
     """Fine-tune models on tasks, score them, and return means over seeds.
 
     Args:
         config: tasks, data and settings.
-        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs, or results of
-            trainings; one is a list of one.
+        names: names or folders of models and of runs, or results of trainings; one is a list of one.
         out: folder of trials. Finished trials in it are not run again.
         session: its progress shows the number of processed sequences. Its `should_stop` is called after each
             step; True stops. Trials that have ended are kept.
@@ -137,8 +132,7 @@ def evaluate_models(
     device = check_device(config.device)
     out = Path(out)
     refuse_file(out)
-    given = [names] if isinstance(names, str | os.PathLike) else names
-    places = [os.fspath(name) for name in given]
+    places = [os.fspath(name) for name in ([names] if isinstance(names, str | os.PathLike) else names)]
     models = find_models(places, config.revision, untrained=config.untrained)
     trained = [model for model in models if not model.untrained]
     if config.card:

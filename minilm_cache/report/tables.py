@@ -6,7 +6,6 @@ from minilm_cache.report.tables import students_table
 students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -33,6 +32,7 @@ from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256,
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
+from minilm_cache.wording import Place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -224,7 +224,7 @@ def _with_parts(table: pa.Table, runs: Sequence[TrainedRun], losses: Mapping[Pat
     return table
 
 
-def results(*folders: str | os.PathLike[str], teacher: str | None = None) -> "pd.DataFrame":
+def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
     """Return a row for each student of runs, chains and studies, with the columns that have values.
 
     Args:

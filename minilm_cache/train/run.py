@@ -61,7 +61,7 @@ from minilm_cache.train.setup import (
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage
-from minilm_cache.wording import Made, number_text
+from minilm_cache.wording import Made, Place, number_text
 
 _LOOKED_AT: Final = 4096
 """Pairs that are looked at for a query with two documents; those of a query follow each other."""
@@ -104,7 +104,7 @@ class TrainResult(Made):
 
 def train_students(
     config: TrainConfig,
-    cache: str | os.PathLike[str],
+    cache: Place,
     *,
     out: str | Path | None = None,
     session: Session = ALONE,

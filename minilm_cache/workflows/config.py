@@ -175,6 +175,11 @@ class TaskStageConfig(FrozenSettings):
     copies."""
     copies: Annotated[int, Field(ge=1, le=1000)] = 20
     """Copies of each text."""
+    mine: str | None = None
+    """Sentence encoder, like mini, that makes further pairs of a task's texts for the teacher to answer: the
+    first text of each pair with second texts that are near it. None means no further pairs."""
+    mined: Annotated[int, Field(ge=1, le=30)] = 8
+    """Further pairs of each first text."""
     intermediate: bool = False
     """Learn the teacher's layers before its answers, as TinyBERT does; a token then takes about 2 kB."""
     max_train: Annotated[int, Field(ge=1)] | None = None
@@ -333,8 +338,9 @@ def check_task_stage(
         raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
     if config.augment is not None and "label_weight" in train:
         raise InvalidConfigError("--label-weight: copies of texts have no labels. Leave out --augment.")
-    if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
-        raise InvalidConfigError("--copies goes with --augment, and only with it.")
+    for name, of in (("copies", "augment"), ("mined", "mine")):
+        if getattr(config, of) is None and name in config.model_fields_set:
+            raise InvalidConfigError(f"--{name} goes with --{of}, and only with it.")
 
 
 def _flag(name: str) -> str:

@@ -2,7 +2,9 @@
 
 The task's training texts, without their labels, and augmented copies of them are dumped once; students learn
 the teacher's layers, if wanted, and then its answers, and are scored as they are (Jiao et al. 2020, arXiv
-1909.10351, section 3.2). Everything that is made is an ordinary file, cache or run in one folder.
+1909.10351, section 3.2). Texts of pairs can be paired anew, with near ones, which is the semantic search
+sampling of Augmented SBERT (Thakur et al. 2021, arXiv 2010.08240, section 3.1). Everything that is made is
+an ordinary file, cache or run in one folder.
 """
 
 import json
@@ -22,18 +24,21 @@ from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
+from minilm_cache.workflows.further_pairs import encoder_of_pairs, write_further_pairs
 
-TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
+TEXTS, COPIES, MINED = "texts.jsonl", "augmented.jsonl", "mined.jsonl"
+CACHE, RUN, TRIALS = "cache", "run", "evaluations"
 """Names of what is made, in the folder of the stage."""
 _STATED: Final = "stage.json"
-_AUGMENTED_BY: Final = "augment_weights"
-"""Name there of the SHA-256 of the weights that made copies of the texts."""
+_MADE_BY: Final = {"augment": "augment_weights", "mine": "mine_weights"}
+"""Names there of the SHA-256 of the weights that made copies of the texts, and further pairs of them."""
 _MAX_BYTES: Final = 2**20
 
 
@@ -82,19 +87,19 @@ def run_task_stage(
     for model in find_models([teacher], dump.get("revision"), untrained=False):
         TextKind(task).load_as_is(model)  # refuses one of other classes before anything is made
     of_teacher = classes_of(read_config(locate_teacher(teacher, dump.get("revision")).folder))
+    is_pair = len(examples[0].texts) > 1
+    encoder = None if config.mine is None else encoder_of_pairs(config.mine, dump, is_pair=is_pair)
     labels, own = None, {}
     if "label_weight" in train:  # each label by the teacher's name of it
         labels = [of_teacher[number] for number in class_order(of_teacher, task.labels) or ()] * bool(
             task.labels
         )
-        own = {"own_labels": str(out / TEXTS)}
+        own = {"own_labels": str(out / (TEXTS if config.mine is None else MINED))}
     training = _training(config, {**train, **own}, len(of_teacher))
     refuse_file(out)
-    is_pair = len(examples[0].texts) > 1
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
-    corpus = _write_texts(config, examples, out, labels=labels)
-    if config.augment is not None:
-        corpus = _write_copies(config, {**columns, **shared}, out=out, session=session)
+    _write_texts(config, examples, out, labels=labels)
+    corpus = _with_more(config, examples, encoder, out=out, session=session, more={**columns, **shared})
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
     stored = {"for": served} if config.intermediate else {"codec": "none", "logits": True}
     packing = "pairs" if is_pair else "records"
@@ -123,7 +128,7 @@ def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: in
 
 def _write_texts(
     config: TaskStageConfig, examples: Sequence[TextExample], out: Path, *, labels: Sequence[str] | None
-) -> Path:
+) -> None:
     """Write the texts of examples once, with their labels only if students learn these.
 
     Args:
@@ -137,21 +142,23 @@ def _write_texts(
         IdentityMismatchError: the folder has the texts of another stage.
         StorageError: the folder cannot be written to.
     """
-    stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"})
+    mined = {"mine", "mined"} if config.mine is not None else set()
+    stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"} | mined)
     stated["label_weight"] = True if labels is not None else None
-    if config.augment is not None:
-        stated[_AUGMENTED_BY] = weights_sha256(locate_teacher(config.augment).folder)
+    for option, name in _MADE_BY.items():
+        model = getattr(config, option)
+        if model is not None:
+            stated[name] = weights_sha256(locate_teacher(model).folder)
     file, content = out / TEXTS, "".join(_lines(examples, labels)).encode()
     with storage_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)
         if (out / _STATED).exists():
             _refuse_other(out, stated, content)
-            return file
+            return
         with new_file(file) as opened:
             opened.write(content)
         with new_file(out / _STATED) as opened:
             opened.write((json.dumps(stated, indent=1) + "\n").encode())
-    return file
 
 
 def _lines(examples: Sequence[TextExample], labels: Sequence[str] | None) -> Iterator[str]:
@@ -170,26 +177,45 @@ def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None
     try:
         known = json.loads(read_bounded(out / _STATED, _MAX_BYTES))
         # Stages of earlier releases do not say which weights made their copies.
-        compared = {name: value for name, value in stated.items() if name != _AUGMENTED_BY or name in known}
-        same = [name for name, value in compared.items() if known.get(name) != value]
+        compared = [name for name in {**stated, **known} if name not in _MADE_BY.values() or name in known]
+        other = [name for name in compared if known.get(name) != stated.get(name)]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise IdentityMismatchError(
             f"{out / _STATED} is damaged: {first_line(error)}. Choose another --out."
         ) from error
-    if same or not (out / TEXTS).is_file() or (out / TEXTS).read_bytes() != texts:
-        options = (f"--{name.replace('_', '-')}" for name in same if name != _AUGMENTED_BY)
-        parts = [*options, *["the weights of --augment"] * (_AUGMENTED_BY in same)]
-        what = ", ".join(parts) or "the task's texts"
+    if other or not (out / TEXTS).is_file() or (out / TEXTS).read_bytes() != texts:
+        options = [f"--{name.replace('_', '-')}" for name in other if name not in _MADE_BY.values()]
+        weights = [f"the weights of --{option}" for option, name in _MADE_BY.items() if name in other]
+        what = ", ".join(options or weights) or "the task's texts"
         raise IdentityMismatchError(f"{out} was begun with other settings: {what}. Choose another --out.")
 
 
-def _write_copies(
-    config: TaskStageConfig, more: Mapping[str, object], *, out: Path, session: Session
+def _with_more(
+    config: TaskStageConfig,
+    examples: Sequence[TextExample],
+    encoder: SentenceModel | None,
+    *,
+    out: Path,
+    session: Session,
+    more: Mapping[str, object],
 ) -> Path:
-    """Return the file of the texts with their augmented copies, which is made once."""
-    file = out / COPIES
-    if file.exists():
-        return file
-    settings = {"teacher": config.augment, "corpus": str(out / TEXTS), "copies": config.copies, **more}
-    augment(validated(AugmentConfig, settings), file, session=session)
-    return file
+    """Return the file of the stage's texts with their copies and further pairs, each made once."""
+    corpus = out / TEXTS
+    if config.augment is not None:
+        settings = {"teacher": config.augment, "corpus": str(corpus), "copies": config.copies, **more}
+        corpus = out / COPIES
+        if not corpus.exists():
+            augment(validated(AugmentConfig, settings), corpus, session=session)
+    if encoder is None:
+        return corpus
+    if not (out / MINED).exists():
+        write_further_pairs(
+            [(example.texts[0], example.texts[1]) for example in examples],
+            encoder,
+            out / MINED,
+            corpus=corpus,
+            each=config.mined,
+            has_copies=config.augment is not None,
+            session=session,
+        )
+    return out / MINED

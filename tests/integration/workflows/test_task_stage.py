@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentence_transformers import SentenceTransformer
 
 from minilm_cache.cache import open_cache
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.support import save_teacher
 from tests.tasks import evaluated, write_glue
 
@@ -83,6 +85,40 @@ def test_students_learn_a_task_from_its_texts(
     assert stage(command, tmp_path, *words, *copies) == found
 
 
+@pytest.mark.parametrize("task", ["mrpc", "stsb"])
+def test_texts_are_paired_anew_with_near_ones(tmp_path: Path, command: Command, task: str) -> None:
+    """The pairs come first, with their labels; further ones have none, are new, and are near."""
+    write_glue(tmp_path / "glue")
+    teacher, encoder = tuned(command, tmp_path, task), save_teacher(tmp_path / "encoder", seed=3)
+    save_encoder(encoder, "mean")
+    words = ("--task", task, "--data", tmp_path / "glue", "--teacher", teacher)
+    mined = ("--mine", encoder, "--mined", 2)
+    found = stage(command, tmp_path, *words, *mined, "--label-weight", 0.5)
+
+    rows = [json.loads(line) for line in (tmp_path / "stage" / "mined.jsonl").read_text().splitlines()]
+    own = [json.loads(line) for line in (tmp_path / "stage" / "texts.jsonl").read_text().splitlines()]
+    assert rows[: len(own)] == own
+    further = [(row["first"], row["second"]) for row in rows[len(own) :]]
+    firsts, seconds = {row["first"] for row in own}, {row["second"] for row in own}
+    assert len(further) == len(set(further)) > len(firsts)
+    assert not set(further) & {(row["first"], row["second"]) for row in own}
+    assert {first for first, _ in further} <= firsts
+    assert {second for _, second in further} <= seconds
+    assert all(first != second for first, second in further)
+    assert len(open_cache(tmp_path / "stage" / "cache")) == len(rows)
+    vectors = SentenceTransformer(str(encoder), device="cpu")
+    for first in sorted({first for first, _ in further})[:3]:
+        others = sorted(seconds - {first} - {row["second"] for row in own if row["first"] == first})
+        cosines = (vectors.encode(others) @ vectors.encode(first)).tolist()
+        near = {other for _, other in sorted(zip(cosines, others, strict=True), reverse=True)[:30]}
+        assert {second for one, second in further if one == first} <= near
+    assert stage(command, tmp_path, *words, *mined, "--label-weight", 0.5) == found
+    other = ("chain", *words, "--label-weight", 0.5, "--out", tmp_path / "stage", *SHORT)
+    command.fails(*other, code=1, says=("was begun with other settings", "--mine, --mined"))
+    save_encoder(save_teacher(encoder, seed=4), "mean")
+    command.fails(*other, *mined, code=1, says="with other settings: the weights of --mine")
+
+
 def test_the_layers_of_the_teacher_are_learned_first(tmp_path: Path, command: Command) -> None:
     write_glue(tmp_path / "glue")
     teacher = tuned(command, tmp_path, "sst2")
@@ -146,6 +182,7 @@ def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Co
     command.fails(*base, *task, "--dry-run", code=2, says="--dry-run: it goes with a chain")
     command.fails(*base, *task, "--preset", "minilm", code=2, says="--preset: it goes with a chain")
     command.fails(*base, *task, "--copies", 3, code=2, says="--copies goes with --augment")
+    command.fails(*base, *task, "--mined", 8, code=2, says="--mined goes with --mine")
     command.fails(*base, "--data", tmp_path, code=2, says="--data goes with --task")
     command.fails(*base, "--task", "sst2", code=2, says="--data is missing")
     command.fails(*base, "--task", "squad", "--data", tmp_path, code=2, says="squad is about spans")
@@ -157,6 +194,11 @@ def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Co
     command.fails(
         "chain", "--out", tmp_path / "stage", *SHORT, "--teacher", scorer, *task, code=2, says="is about"
     )
+    answers = save_teacher(tmp_path / "answers", head="sequences", num_labels=2)
+    mined = ("chain", "--out", tmp_path / "stage", *SHORT, "--teacher", answers, *task, "--mine", plain)
+    command.fails(*mined, code=2, says="the texts of this task are no pairs")
+    of_pairs = (*mined, "--task", "mrpc")
+    command.fails(*of_pairs, code=2, says=f"--mine {plain} gives no vectors of texts")
     labelled = (*task, "--label-weight", 0.5, "--augment", plain)
     command.fails(*base, *labelled, code=2, says="--label-weight: copies of texts have no labels")
     own = tmp_path / "own.csv"
