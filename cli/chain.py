@@ -121,7 +121,7 @@ def chain(
     _refuse_missing(given, dump, recipe, document=document, preset=preset, out=out)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
-    from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.workflows.chain import preview_chain, run_chain  # noqa: PLC0415 - importing it takes seconds
 
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
     quiet_libraries()
@@ -131,8 +131,8 @@ def chain(
             _note_settings(config, preset, session)
         if dry_run:
             if is_first_process():
-                config = plan.check_chain(config, folder, here=engine is None)
-                _show_stages(folder, plan.stages(config, folder), json=json)
+                planned = preview_chain(config, folder, here=engine is None, session=session)
+                _show_stages(folder, planned, json=json)
             return
         result = run_chain(
             config,

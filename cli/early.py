@@ -515,7 +515,9 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
                     _refuse_lacking_of(config, identity)
         heads = None if identity is None else identity.relation_heads
         if isinstance(cache, DumpConfig):
-            heads = Outline.of(cache.teacher, cache.revision).num_heads
+            own = ("caches", name, "teacher")
+            with study.located(own if study.source.holds(own) else ("dump", "teacher")):
+                heads = Outline.of(cache.teacher, cache.revision).num_heads
             if here:
                 _refuse_no_text_of(study, name, cache)
         if heads is not None:

@@ -18,6 +18,7 @@ from minilm_cache.dump.config import ImportConfig, refuse_no_file
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.durable import refuse_existing
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="s3://, gs://, az:// or hf:// URL, or a folder.")
@@ -65,7 +66,10 @@ def pull(
     from minilm_cache.store.pull import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
 
     refuse_files(out=out)
-    target = out or cache_home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
+    name = url.rstrip("/").rsplit("/", 1)[-1]
+    if out is None and name in (".", ".."):
+        raise InvalidConfigError(f"{url} names no cache by its end. Give --out, the folder of the copy.")
+    target = out or cache_home() / "caches" / name
     with stoppable_session() as session:
         done = run_pull(url, target, session=session)
     _print_shared(
@@ -84,23 +88,21 @@ def merge(
     """
     from minilm_cache.store.merge import merge as run_merge  # noqa: PLC0415 - importing it takes seconds
 
+    refuse_files(OUT=out)
     with stoppable_session() as session:
         done = run_merge(parts, out, session=session)
     if json:
         counts = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
         print_json({"cache": str(done.path), "shards": done.num_shards, **counts})
         return
-    state = (
-        f"{done.shards_missing} shards are missing: dump them"
-        if done.shards_missing
-        else "every shard is there"
-    )
-    folder = shlex.quote(str(done.path))
+    missing, folder = done.shards_missing, shlex.quote(str(done.path))
+    state = f"{missing} shards are missing: dump them" if missing else "every shard is there"
+    finished_by = f"the dump command with --out {folder} and no --rank finishes it"
     print_pairs(
         {
             "cache": done.path,
             "shards": f"{done.shards_copied} copied, {done.num_shards} in all",
-            "state": f"{state}; the dump command with --out {folder} and no --rank finishes it",
+            "state": "complete" if done.is_complete else f"{state}; {finished_by}",
         }
     )
 
@@ -139,7 +141,8 @@ def export(
 
     Example: minilm-cache export CACHE vectors.parquet
     """
-    refuse_missing(cache=cache, out=out)
+    refuse_missing(cache=cache)
+    refuse_existing(out, "OUT")
     if not scores and out.suffix != ".parquet":
         raise InvalidConfigError(f"{out}: vectors are written as Parquet. Give a name that ends in .parquet.")
     refuse_no_export(cache, scores=scores)

@@ -13,12 +13,12 @@ from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
 from minilm_cache.cli.tables import print_summary
-from minilm_cache.settings import cache_home
 from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.study import StudyResult
-    from minilm_cache.workflows.study_spec import Pass, Study
+    from minilm_cache.workflows.study_pass import Pass
+    from minilm_cache.workflows.study_spec import Study
 
 
 def study(
@@ -108,7 +108,8 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     """Print which caches and passes of a study are there, and which are to be made."""
     from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
 
-    preview = preview_study(study, folder, cache_home(), here=here)
+    with stoppable_session() as session:
+        preview = preview_study(study, folder, session, here=here)
     if json:
         document = {"assistants": _documents(preview.assistants), "passes": _documents(preview.passes)}
         print_json(
@@ -130,4 +131,5 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
         tasks = ", ".join(Path(task).name for task in study.evaluation.task)
         models = " and ".join([", ".join(["the teacher", *trained[1:]]), trained[0]])
         each = ", for each language that one trains on" if "xnli-translate-train" in tasks else ""
-        print_pairs({"then": f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}{each}"})
+        then = f"{counted(preview.num_trials, 'fine-tuning')} of {models} on {tasks}{each}"
+        print_pairs({"then": f"{then}; those that are finished are not done again"})

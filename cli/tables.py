@@ -102,7 +102,7 @@ def print_summary(summary: "pa.Table") -> None:
 
     Names that all rows share are printed once, so that both tables fit a terminal.
     """
-    from minilm_cache.report.tables import NAMES, measures, row_names  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.report.tables import NAMES, SCORE, measures, row_names  # noqa: PLC0415 - it takes seconds
 
     rows = summary.to_pylist()
     differing, shared = row_names(summary)
@@ -112,9 +112,10 @@ def print_summary(summary: "pa.Table") -> None:
     headings = [NAMES[name] for name in differing]
     named = [["-" if row[name] is None else str(row[name]) for name in differing] for row in rows]
     priced = ["cost"] if summary["cost"].null_count < len(summary) else []
+    scores = ", and scores on tasks" * any(name.startswith(SCORE) for name in measured)
+    nats = ". KLs are in nats" * any(name.startswith("kl_") for name in measured)
     print_table(
-        "Measured on held-out sequences, and scores on tasks: mean over seeds +- standard deviation. KLs are "
-        "in nats",
+        f"Measured on held-out sequences{scores}: mean over seeds +- standard deviation{nats}",
         [*headings, *map(_heading, measured), "seeds"],
         [[*names, *_kls(row, measured), str(row["seeds"])] for names, row in zip(named, rows, strict=True)],
     )

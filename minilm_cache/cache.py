@@ -17,14 +17,15 @@ from torch import Tensor
 from minilm_cache.codecs.base import NOT_OURS, RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.transform import TransformCode
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.relations.scores import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.signals import Signals
-from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, looks_like_url
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import PairTemplate, RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.layout import refuse_no_cache
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, small_array
 from minilm_cache.store.urls import is_url
@@ -313,6 +314,10 @@ def open_cache(place: Place, *, home: Path | None = None, local_bytes: int = DEF
         UnsupportedFormatError: a newer release wrote it.
     """
     place = os.fspath(place)
+    if not place:
+        raise InvalidConfigError("give the folder or the URL of a cache; this is an empty text.")
     if is_url(place):
-        return Cache(MirrorReader(place, home or cache_home(), local_bytes))
+        return Cache(MirrorReader(place, Path(home or cache_home()), local_bytes))
+    if looks_like_url(place):  # it was made into a path, which its absolute one would not show
+        refuse_no_cache(Path(place))
     return Cache(CacheReader(Path(place).absolute()))  # a notebook may change its folder

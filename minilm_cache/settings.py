@@ -258,9 +258,14 @@ _URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/")
 """Beginning of a URL; `Path` leaves one of two slashes."""
 
 
+def looks_like_url(place: str | Path) -> bool:
+    """Return whether a place is a URL, also one that was made into a path."""
+    return _URL.match(str(place)) is not None
+
+
 def refuse_url(place: str | Path, option: str = "--out") -> None:
     """Raise InvalidConfigError for a URL where a folder or file of this machine is wanted."""
-    if _URL.match(str(place)):
+    if looks_like_url(place):
         raise InvalidConfigError(
             f"{option} {place}: this is a URL, and what is written here is written to this machine. Give a "
             "folder. `minilm-cache dump --out URL` and `push` write caches into a store."

@@ -22,6 +22,7 @@ from minilm_cache.store.creation import (
     begun_manifest,
     finished_manifest,
     join,
+    refuse_store,
     remove_leftovers,
 )
 from minilm_cache.store.durable import lock_if_free, storage_errors, write_file
@@ -56,6 +57,7 @@ def dump_into_store(config: DumpConfig, url: str, *, session: Session = ALONE) -
             "`minilm-cache push` it."
         )
     target = open_store(url)
+    refuse_store(target)
     if config.precision is None and (begun := begun_manifest(target)) is not None:
         config = config.with_changes(precision=begun.identity.precision or "float32")
     with _scratch(session.home, url) as scratch:

@@ -219,6 +219,9 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
 def _finish(job: ShardJob, session: Session) -> None:
     """Seal the cache if every shard exists, and write a damaged preview again."""
     writer, teacher = job.writer, job.reader.teacher
+    is_whole = writer.is_complete and not writer.has_damaged_preview
+    if is_whole and not job.config.keep_weights:
+        return  # nothing is written, so that the folder may be another user's
     with writer.sealing() as ready:
         if ready:
             _seal(writer, job.reader, batch_size=job.batch_size, session=session)

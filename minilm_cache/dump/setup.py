@@ -28,9 +28,9 @@ from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
 from minilm_cache.storage_schema.states import SignalName, StatesIdentity
 from minilm_cache.store.durable import refuse_file
-from minilm_cache.store.layout import MANIFEST, cache_name
+from minilm_cache.store.layout import MANIFEST, cache_name, refuse_other_cache
 from minilm_cache.store.reader import CacheReader, read_manifest
-from minilm_cache.wording import counted
+from minilm_cache.wording import counted, differing_values
 
 
 def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
@@ -170,6 +170,24 @@ def resolve_dump(
         donor=donor,
         tokens_of=tokens_of,
     )
+
+
+def refuse_other_dump(config: DumpConfig, path: Path, session: Session) -> None:
+    """Raise IdentityMismatchError where a folder has the cache of another dump; without a cache, do nothing.
+
+    Args:
+        config: settings of the dump, whose teacher is loaded and whose text is read.
+        path: folder of the cache.
+        session: its home is the folder of caches.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
+    """
+    if (path / MANIFEST).is_file():
+        teacher, corpus = _load(config, session, like=path)
+        identity, _ = identity_and_place(config, teacher, corpus=corpus, out=path, home=session.home)
+        there, asked = (each.model_dump(mode="json") for each in (read_manifest(path).identity, identity))
+        refuse_other_cache(path, differing_values(there, asked))
 
 
 def _has_begun_in_float32(config: DumpConfig, identity: CacheIdentity, path: Path, *, home: Path) -> bool:

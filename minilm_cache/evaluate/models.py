@@ -33,7 +33,7 @@ from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
-from minilm_cache.train.record import load_record
+from minilm_cache.train.record import load_record, refuse_other_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,9 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 raise InvalidConfigError(
                     f"--revision {revision} goes with a model from the hub; {name} is a run."
                 )
-            students = [student for student in load_record(folder).students if student.diverged_at is None]
+            record = load_record(folder)
+            refuse_other_weights(folder, record)
+            students = [student for student in record.students if student.diverged_at is None]
             run = folder.resolve().name
             models += [
                 Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))

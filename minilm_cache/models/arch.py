@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from minilm_cache.errors import InvalidConfigError
@@ -88,6 +88,28 @@ def num_layers_of(arch: str) -> int:
     if match is None:
         raise _bad_shape(arch)
     return int(match[1])
+
+
+def refuse_same_shapes(archs: Sequence[str], seed: int) -> None:
+    """Raise InvalidConfigError for a text that is no shape, and for two shapes that are the same student.
+
+    Args:
+        archs: shapes as the user wrote them.
+        seed: seed of the run.
+    """
+    known: dict[object, str] = {}
+    for arch in archs:
+        num_layers_of(arch)
+        try:  # heads that are not given are the cache's
+            shape = parse_arch(arch, 1, compares_heads=False)
+        except InvalidConfigError:
+            continue  # the cache's heads decide whether it fits
+        own = seed if shape.seed is None else shape.seed
+        key = replace(shape, arch="", seed=own), ":h" in arch
+        if key in known:
+            same = "given twice" if known[key] == arch else f"the same student as {known[key]}"
+            raise InvalidConfigError(f"--arch {arch} is {same}. Leave one out.")
+        known[key] = arch
 
 
 def _bad_shape(arch: str) -> InvalidConfigError:

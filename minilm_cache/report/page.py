@@ -45,6 +45,7 @@ from minilm_cache.report.tables import (
     NAMES,
     PART,
     SCORE,
+    known_scores,
     measures,
     row_names,
     students_table,
@@ -346,7 +347,8 @@ def report_runs(
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
-    students = students_table(runs, teacher, device=config.device)
+    scores = {name: scored for path in resolved for name, scored in known_scores(path).items()}
+    students = students_table(runs, teacher, device=config.device, scores=scores)
     report = write_report(
         out,
         runs,

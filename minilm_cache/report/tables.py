@@ -7,6 +7,7 @@ students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,7 @@ KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _COMMON: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "init", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
+_APART: Final = "apart"
 NAMES: Final = {
     "run": "run",
     "cache": "cache",
@@ -238,7 +240,7 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
             does not exist.
     """
     runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
-    scores = {name: scored for folder in folders for name, scored in _known_scores(Path(folder)).items()}
+    scores = {name: scored for folder in folders for name, scored in known_scores(Path(folder)).items()}
     live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
     if live is not None and not any(is_teacher_of(live, run.reference) for run in runs):
         check_is_teacher_of(live, runs[0].reference)
@@ -247,7 +249,7 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
     return frame
 
 
-def _known_scores(study: Path) -> dict[str, dict[str, float]]:
+def known_scores(study: Path) -> dict[str, dict[str, float]]:
     """Return the scores on tasks that the table of a study has, by run and shape; empty without one."""
     file = study / STUDENTS_FILE
     if not file.is_file():
@@ -376,7 +378,8 @@ def summary_table(students: pa.Table) -> pa.Table:
     """Return means over seeds for each cache, recipe and shape, and the standard deviations of KLs.
 
     `run` is the first run of a row, `seeds` counts the seeds that did not diverge. `kl_..._stddev` is the
-    standard deviation of a sample (n - 1), null for one seed.
+    standard deviation of a sample (n - 1), null for one seed. Where runs of one recipe have the same seed, as
+    from two weights to begin with, each run has a row of its own.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     scores = [name for name in students.column_names if name.startswith((PART, SCORE))]
@@ -393,17 +396,27 @@ def summary_table(students: pa.Table) -> pa.Table:
     ]
     same += ["embedding_parameters", "transformer_parameters"]
     numbered = students.append_column("place", pa.array(range(len(students)), pa.int64()))
-    grouped = numbered.group_by(_GROUP, use_threads=False).aggregate(
+    numbered = numbered.append_column(_APART, pa.array(_runs_apart(students), pa.string()))
+    grouped = numbered.group_by([*_GROUP, _APART], use_threads=False).aggregate(
         [("diverged_at", "count", pc.CountOptions(mode="only_null"))]
         + [("place", "min")]
         + [(name, "first") for name in same]
         + [(name, "mean") for name in means]
         + [(name, "stddev", sample) for name in kls]
     )
-    grouped = grouped.sort_by("place_min").drop_columns("place_min")
+    grouped = grouped.sort_by("place_min").drop_columns(["place_min", _APART])
     names = {f"{name}_first": name for name in same} | {f"{name}_mean": name for name in means}
     names["diverged_at_count"] = "seeds"
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
+
+
+def _runs_apart(students: pa.Table) -> list[str]:
+    """Return the run of each student whose recipe has several runs of a seed, and nothing for others."""
+    of_students = [tuple(row.values()) for row in students.select(_GROUP).to_pylist()]
+    seeds = Counter(zip(of_students, students["seed"].to_pylist(), strict=True))
+    repeated = {group for (group, _), number in seeds.items() if number > 1}
+    runs = students["run"].to_pylist()
+    return [run if group in repeated else "" for group, run in zip(of_students, runs, strict=True)]
 
 
 def measures(summary: pa.Table) -> list[str]:

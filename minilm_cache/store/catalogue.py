@@ -15,7 +15,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
-from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.layout import BEGUN, MANIFEST
 from minilm_cache.store.reader import check_size, read_manifest
 from minilm_cache.store.remote import TRANSFERS, RemoteFolder, open_store
 
@@ -121,6 +121,11 @@ def remote_manifest(
     try:
         content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
     except CacheNotFoundError:
+        if folder.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is not None:
+            raise CacheIncompleteError(
+                f"{folder.url} is an unfinished dump. The `minilm-cache dump` command that began it finishes "
+                "it."
+            ) from None
         raise CacheNotFoundError(
             f"no cache at {folder.url}: {MANIFEST} is not there. "
             "Give the URL of a cache, as `minilm-cache ls` shows it."

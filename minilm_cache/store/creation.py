@@ -16,7 +16,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.checked import digest_bytes, read_checked
 from minilm_cache.store.durable import is_vacant, storage_errors, wait_for, write_file
-from minilm_cache.store.layout import COMMITS, CREATE_LOCK, MANIFEST, below, refuse_other_cache
+from minilm_cache.store.layout import BEGUN, COMMITS, CREATE_LOCK, MANIFEST, below, refuse_other_cache
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 from minilm_cache.wording import differing_values
 
@@ -78,8 +78,6 @@ def differing_fields(existing: CacheManifest, expected: CacheManifest) -> list[s
     return [text for left, right in pairs for text in differing_values(left, right)]
 
 
-BEGUN: Final = "unfinished.json"
-"""Manifest of a dump that has begun, in a store."""
 STAGING: Final = "staging"
 CLAIMS: Final = "claims"
 
@@ -160,6 +158,17 @@ def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
         raise OtherBeginningError
     if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
         raise OtherBeginningError
+
+
+def refuse_store(target: RemoteFolder) -> None:
+    """Raise IdentityMismatchError for a place in a store that is no cache, and has caches below it."""
+    if begun_manifest(target) is None:
+        for name in target.folders():
+            if begun_manifest(target.below(name)) is not None:
+                raise IdentityMismatchError(
+                    f"{target.url} holds other caches, such as {name}. Give --out a name below it: "
+                    f"{target.url}/NAME."
+                )
 
 
 def remove_leftovers(target: RemoteFolder) -> None:

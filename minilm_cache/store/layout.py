@@ -7,10 +7,12 @@ from typing import Final
 
 from minilm_cache.errors import (
     CacheCorruptError,
+    CacheIncompleteError,
     CacheNotFoundError,
     IdentityMismatchError,
     InvalidConfigError,
 )
+from minilm_cache.settings import looks_like_url
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import INDEX, CacheManifest, Calibration, Labels
@@ -38,6 +40,8 @@ def described_otherwise(folder: Path) -> str:
 
 
 MANIFEST: Final = "manifest.json"
+BEGUN: Final = "unfinished.json"
+"""Manifest of a dump that has begun, in a store."""
 CARD: Final = "README.md"
 COMMITS: Final = "commits"
 """Folder of the commit records."""
@@ -62,12 +66,27 @@ _MAX_WRITTEN_BYTES: Final = 2**31
 
 
 def refuse_no_cache(root: Path) -> None:
-    """Raise CacheNotFoundError for a folder that holds no cache."""
+    """Raise CacheNotFoundError for a folder that holds no cache.
+
+    Raises:
+        CacheIncompleteError: a dump into a store has begun there.
+        InvalidConfigError: it is a URL.
+    """
     if not (root / MANIFEST).is_file():
+        if looks_like_url(root):
+            raise InvalidConfigError(
+                f"{root}: this is a URL, and a folder of this machine is wanted here. Fetch the cache first: "
+                "`minilm-cache pull URL`. In Python, give a URL as text and not as a Path."
+            )
+        if (root / BEGUN).is_file():
+            raise CacheIncompleteError(
+                f"{root} is an unfinished dump into a store. The `minilm-cache dump` command that began it "
+                "finishes it."
+            )
         if (root / INDEX).is_file():
             raise CacheNotFoundError(
-                f"{root} is a cache without its {MANIFEST}. Pull it again into this folder, or repeat its "
-                "`minilm-cache dump` command."
+                f"{root} is a cache without its {MANIFEST}. Pull it again into this folder, or dump it into "
+                "another one."
             )
         lacking = f"{MANIFEST} is not there" if root.exists() else "there is no such folder"
         raise CacheNotFoundError(

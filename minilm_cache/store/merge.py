@@ -9,6 +9,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, TEACHER_WEIGHTS
 from minilm_cache.store.creation import differing_fields
+from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 
@@ -25,6 +26,8 @@ class Merged:
     """Shards that this merge copied."""
     shards_missing: int
     """Shards that none of the parts holds."""
+    is_complete: bool
+    """Whether the cache was finished before, so that nothing is left to do."""
 
 
 def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
@@ -39,6 +42,7 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
         InterruptedRunError: a stop was requested; shards that have been copied are kept.
         StorageError: the file system refused.
     """
+    refuse_file(out, "OUT")
     readers = [CacheReader(part, partial=True) for part in parts]
     for reader in readers[1:]:
         _check_same(readers[0], reader)
@@ -63,7 +67,13 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
         session.progress.advance(sizes[shard])
     missing = len(writer.missing_shards())
     num_shards = len(first.ranges)
-    return Merged(path=out, num_shards=num_shards, shards_copied=len(todo), shards_missing=missing)
+    return Merged(
+        path=out,
+        num_shards=num_shards,
+        shards_copied=len(todo),
+        shards_missing=missing,
+        is_complete=writer.is_complete,
+    )
 
 
 def _check_same(first: CacheReader, second: CacheReader) -> None:

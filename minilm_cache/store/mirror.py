@@ -20,11 +20,11 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.session import ALONE
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import READ_REMEDY, digest_bytes, file_state
+from minilm_cache.store.checked import file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
 from minilm_cache.store.pull import Fetcher
-from minilm_cache.store.reader import CacheReader, Segment
+from minilm_cache.store.reader import CacheReader, Segment, refuse_other_metadata
 from minilm_cache.store.remote import open_store
 
 _WAIT_S: Final = 86_400.0
@@ -78,11 +78,7 @@ class MirrorReader(CacheReader):
 
     def _check_metadata(self) -> None:
         """Compare the metadata that the manifest implies with its digests; no file is needed for that."""
-        for path, content in self._documents().items():
-            if self.manifest.files.get(path) != digest_bytes(content):
-                raise CacheCorruptError(
-                    f"{path} is not the metadata that the manifest of this cache implies. {READ_REMEDY}"
-                )
+        refuse_other_metadata(self.manifest, len(self.ranges), self._fetcher.url)
 
     def attachment(self, path: str) -> bytes:
         """Return the checked content of a file outside the shards, fetched first if it is not here yet."""

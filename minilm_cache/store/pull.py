@@ -39,7 +39,7 @@ from minilm_cache.store.durable import (
 from minilm_cache.store.index import open_shards, parse_record, read_ranges, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.reader import CacheReader, read_manifest
+from minilm_cache.store.reader import CacheReader, read_manifest, refuse_other_metadata
 from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
 
 _TABLE_ROW_BYTES: Final = 64
@@ -87,7 +87,12 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
             session.progress.note(f"{out} holds this cache already: nothing to do")
             num_shards = len(read_ranges(out, existing))
             return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
-        elif existing != manifest:
+        elif INDEX in manifest.files and manifest.files.items() <= existing.files.items():
+            session.progress.note(
+                f"{out} holds this cache, but damaged: fetching what is not as it was committed"
+            )
+            return _mended(source, manifest, existing, out=out, session=session)
+        elif not _is_same(existing, manifest):
             raise IdentityMismatchError(
                 f"{out} holds this cache, but unfinished, or damaged and of another dump. Repeat its "
                 "`minilm-cache dump` command, or remove the folder and pull again."
@@ -108,6 +113,29 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
         arriving.rename(out)
         sync_directories([out.parent])
     return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
+
+
+def _mended(
+    source: RemoteFolder, manifest: CacheManifest, existing: CacheManifest, *, out: Path, session: Session
+) -> TransferResult:
+    """Fetch what is damaged of a copy that may have got more files, such as weights, since it was pulled.
+
+    Raises:
+        CacheCorruptError: one of these files is damaged, which the store does not have.
+    """
+    copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session, is_copy=True)
+    for path, expected in existing.files.items():
+        if path not in manifest.files and not is_sound(out, path, expected):
+            raise CacheCorruptError(
+                f"{out / path} is damaged, and {source.url} does not have it. Remove the folder, pull again, "
+                "and repeat what has added it."
+            )
+    return TransferResult(place=str(out), manifest=existing, shards_copied=copied, shards_kept=kept)
+
+
+def _is_same(one: CacheManifest, other: CacheManifest) -> bool:
+    """Return whether two manifests say the same; manifests of the first releases have no checksum."""
+    return one.model_copy(update={"checksum": None}) == other.model_copy(update={"checksum": None})
 
 
 def _manifest_there(out: Path, manifest: CacheManifest) -> CacheManifest | None:
@@ -134,7 +162,13 @@ def _manifest_there(out: Path, manifest: CacheManifest) -> CacheManifest | None:
 
 
 def _fetch(
-    fetcher: "Fetcher", source: RemoteFolder, folder: Path, *, out: Path, session: Session
+    fetcher: "Fetcher",
+    source: RemoteFolder,
+    folder: Path,
+    *,
+    out: Path,
+    session: Session,
+    is_copy: bool = False,
 ) -> tuple[int, int]:
     """Fetch all files of a cache that a folder lacks, or that differ; the manifest comes last.
 
@@ -144,6 +178,7 @@ def _fetch(
         folder: folder that the files are written into.
         out: folder of the cache when all is done, for messages.
         session: its progress shows bytes. Its `should_stop` is called between files.
+        is_copy: whether the folder has a manifest and a card, which stay.
 
     Returns:
         The numbers of shards that were copied, and that were there.
@@ -151,6 +186,7 @@ def _fetch(
     manifest = fetcher.manifest
     ranges = fetcher.tables(session)
     num_shards, records = len(ranges), open_shards(folder, manifest, ranges)
+    refuse_other_metadata(manifest, num_shards, source.url)
     size = num_bytes(manifest, records)
     arrived = fetcher.bytes_arrived(manifest.files)
     for record in records.values():
@@ -169,8 +205,9 @@ def _fetch(
 
     fetcher.attachments(session)
     copied = sum(for_each(fetch_shard, range(num_shards), should_stop=session.should_stop, place=source.url))
-    fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the store
-    fetcher.write(MANIFEST, manifest.to_json())
+    if not is_copy:
+        fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the one of the store
+        fetcher.write(MANIFEST, manifest.to_json())
     return copied, num_shards - copied
 
 
@@ -225,6 +262,7 @@ class Fetcher:
             manifest: manifest of the cache.
             durable: flush every file to disk. False where a file that is lost can be fetched again.
         """
+        self.url = source.url
         self._durable = durable
         self._source = source
         self._folder = folder

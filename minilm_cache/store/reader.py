@@ -35,6 +35,7 @@ from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.store.checked import (
     READ_REMEDY,
     FileState,
+    digest_bytes,
     open_checked,
     open_table,
     read_checked,
@@ -100,6 +101,23 @@ class Segment:
         return {path: self.rows_of(path, number) for path in self.rows}
 
 
+def documents_of(manifest: CacheManifest, num_shards: int) -> dict[str, bytes]:
+    """Return the Zarr metadata that a manifest implies, by path below the cache's root."""
+    return zarr_documents(
+        manifest.identity, manifest.calibration, num_shards=num_shards, shard_tokens=manifest.shard_tokens
+    )
+
+
+def refuse_other_metadata(manifest: CacheManifest, num_shards: int, url: str) -> None:
+    """Raise CacheCorruptError if a manifest does not imply the metadata that it names; no file is read."""
+    for path, content in documents_of(manifest, num_shards).items():
+        if manifest.files.get(path) != digest_bytes(content):
+            raise CacheCorruptError(
+                f"{url}: {path} is not the metadata that the manifest of this cache implies. Ask its "
+                "publisher to push it again."
+            )
+
+
 class CacheReader:
     """Reader of one cache. Threads may share it.
 
@@ -158,7 +176,7 @@ class CacheReader:
         return (self.root.absolute(), self._is_partial)
 
     def _check_metadata(self) -> None:
-        for path, expected in self._documents().items():
+        for path, expected in documents_of(self.manifest, len(self.ranges)).items():
             content = read_checked(self.root, path, self.manifest.files.get(path))
             if content != expected:
                 raise CacheCorruptError(
@@ -169,15 +187,6 @@ class CacheReader:
     def specs(self) -> tuple[ArraySpec, ...]:
         """All arrays with a row per token or sequence."""
         return array_specs(self.manifest.identity, self.manifest.calibration)
-
-    def _documents(self) -> dict[str, bytes]:
-        manifest = self.manifest
-        return zarr_documents(
-            manifest.identity,
-            manifest.calibration,
-            num_shards=len(self.ranges),
-            shard_tokens=manifest.shard_tokens,
-        )
 
     def attachment(self, path: str) -> bytes:
         """Return the checked content of a file outside the shards, such as `teacher/config.json`."""

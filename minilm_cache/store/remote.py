@@ -29,6 +29,7 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
     is_panic,
+    remedy_of,
 )
 from minilm_cache.session import ShouldStop
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -112,6 +113,8 @@ _DENIED: Final = (
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
 _METADATA: Final = ("169.254.16", "169.254.17")
 """Addresses of servers that are asked where no key is set."""
+_LOCAL: Final = ("file", "local")
+"""Schemes of folders of this machine."""
 _DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", *_METADATA)
 """What errors say that have no type of their own."""
 _RETRY_REMEDY: Final = (
@@ -150,6 +153,8 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
             ) from error
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
+        if isinstance(error, OSError) and error.errno is not None and parts_of_url(url)[0] in _LOCAL:
+            remedy = remedy_of(error)
         reason = first_line(error)
         if any(address in reason for address in _METADATA):
             reason, remedy = "the environment holds no credentials for it", NO_KEY_REMEDY
@@ -288,7 +293,10 @@ class RemoteFolder:
                 return self.files.read(self._own(name), num_bytes, first)
         except StorageError as error:
             if isinstance(error.__cause__, _MISSING):
-                raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
+                raise CacheNotFoundError(
+                    f"{self.url}/{name} is not there. If the rest of the cache is, ask its publisher to "
+                    "run the same `minilm-cache push` again; or check the URL."
+                ) from error
             raise
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:

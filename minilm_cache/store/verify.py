@@ -17,13 +17,14 @@ from minilm_cache.session import Session
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
+from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import Hasher, sha256_file, tokens_hash
 from minilm_cache.store.durable import own_cores
 from minilm_cache.store.index import open_shards, read_ranges
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, read_manifest
-from minilm_cache.store.remote import for_each, open_store
+from minilm_cache.store.remote import RemoteFolder, for_each, open_store
 
 _REMOTE_PART_BYTES = 2**23
 """Most bytes of a request that reads a file in a store."""
@@ -114,35 +115,59 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
 
     Raises:
         CacheNotFoundError: there is no cache.
-        CacheCorruptError: the manifest or the tables are damaged.
         InterruptedRunError: a stop was requested.
         StorageError: the store cannot be reached.
     """
     source = open_store(url)
-    reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
+    sizes = source.sizes()
+    try:
+        manifest = named_manifest(source)
+        digests = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
+        tables = [
+            Damage(path=path, shard=None, reason=reason)
+            for path, digest in digests.items()
+            if (reason := _remote_damage(source, path, digest, size=sizes.get(path), full=True)) is not None
+        ]
+        if tables:  # nothing else can be listed without them
+            num_bytes = sum(digest.size for digest in digests.values())
+            return Verdict(complete=True, num_files=len(digests), num_bytes=num_bytes, damage=tuple(tables))
+        reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
+    except (CacheCorruptError, CacheNotFoundError) as error:
+        if isinstance(error, CacheNotFoundError) and INDEX not in sizes:
+            raise
+        lost = Damage(path=MANIFEST, shard=None, reason=str(error))
+        return Verdict(complete=None, num_files=0, num_bytes=0, damage=(lost,))
     files, damaged = _listed_files(reader.root, reader.manifest)
-    num_bytes, sizes = sum(digest.size for _, _, digest in files), source.sizes()
+    num_bytes = sum(digest.size for _, _, digest in files)
     session.progress.start("verify", num_bytes, "bytes")
 
     def examine(number: int) -> Damage | None:
         path, shard, expected = files[number]
-        reason = None
-        if path not in sizes:
-            reason = "missing"
-        elif sizes[path] != expected.size:
-            reason = f"{sizes[path]} bytes, {expected.size} expected"
-        elif full:
-            hasher = Hasher()
-            for first in range(0, expected.size, _REMOTE_PART_BYTES):
-                part = min(_REMOTE_PART_BYTES, expected.size - first)
-                hasher.update(source.read_range(path, first, part))
-            reason = None if hasher.digest() == expected else "its bytes are not those that were committed"
+        reason = _remote_damage(source, path, expected, size=sizes.get(path), full=full)
         session.progress.advance(expected.size)
         return None if reason is None else Damage(path=path, shard=shard, reason=reason)
 
     examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
     damaged += [damage for damage in examined if damage is not None]
     return Verdict(complete=True, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged))
+
+
+def _remote_damage(
+    source: RemoteFolder, path: str, expected: FileDigest, *, size: int | None, full: bool
+) -> str | None:
+    """Return why a file of a store is not what was committed, or None if it is; size None means no file."""
+    if size is None:
+        return "missing"
+    if size != expected.size:
+        return f"{size} bytes, {expected.size} expected"
+    if full:
+        hasher = Hasher()
+        for first in range(0, expected.size, _REMOTE_PART_BYTES):
+            part = min(_REMOTE_PART_BYTES, expected.size - first)
+            hasher.update(source.read_range(path, first, part))
+        if hasher.digest() != expected:
+            return "its bytes are not those that were committed"
+    return None
 
 
 def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile], list[Damage]]:

@@ -5,6 +5,7 @@ which is created only if it does not exist yet. All files of a shard come from o
 interrupted attempt left behind are written again, never reused.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -282,18 +283,30 @@ class CacheWriter:
         if lock is None:
             raise ShardBusyError(
                 f"shard {shard} of {self.root} is being written by another process. "
-                "Wait for it, or give each process its own --rank."
+                "Wait for it. Processes that share a dump each have their own --rank."
             )
         return lock
 
     def withdraw(self, shard: int) -> None:
         """Remove a damaged shard's commit record, so that it is written again; the caller holds its claim."""
         self.unseal(without=shard)
+        for name in shard_files(self.manifest, shard):
+            self._clear(name)
         path = below(self.root, commit_path(shard))
         with storage_errors("remove", path):
             if path.parent.is_dir():
                 path.unlink(missing_ok=True)
                 sync_directories([path.parent])
+
+    def _clear(self, path: str) -> None:
+        """Remove a link or a folder from where a file of a shard belongs; what a link leads to stays."""
+        folder, _, name = path.rpartition("/")
+        file = below(self.root, folder) / name
+        with storage_errors("remove", file):
+            if file.is_symlink():
+                file.unlink()
+            elif file.is_dir():
+                shutil.rmtree(file)
 
     def unseal(self, without: int | None = None) -> None:
         """Make a complete cache an unfinished one again, so that damaged shards can be written anew.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.models.arch import num_layers_of
+from minilm_cache.models.arch import refuse_same_shapes
 from minilm_cache.models.locate import CONFIG
 from minilm_cache.objectives.config import COMPARING, ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
@@ -44,7 +44,7 @@ class RecipeSettings(FrozenSettings):
     """How students are optimised."""
 
     group = "Recipe"
-    steps: Annotated[int, Field(ge=1)] | None = None
+    steps: Annotated[int, Field(ge=1, lt=2**53)] | None = None
     """Optimizer steps. None means as many as `--epochs` takes."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         None,
@@ -164,11 +164,7 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
             raise ValueError("--steps and --epochs exclude each other")
         if self.compiled and self.gradient_checkpointing:
             raise ValueError("--compile and --gradient-checkpointing exclude each other")
-        doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
-        if doubled:
-            raise ValueError(f"--arch {doubled[0]} is given twice")
-        for arch in self.arch:
-            num_layers_of(arch)
+        refuse_same_shapes(self.arch, self.seed)
         return self
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.files import weights_sha256
 from minilm_cache.objectives.config import ObjectiveFields
 from minilm_cache.storage_schema.base import StoredModel, refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
@@ -200,6 +201,9 @@ class StudentRecord(_Record):
     """The same of the trained weights. None also means that the student is not trained yet, or diverged."""
     best_step: _Count | None = None
     """Step whose weights the student has. None means the last step."""
+    weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """SHA-256 (hex) of the weights in its folder. None means that it is not trained yet, that it diverged, or
+    that an earlier release trained it."""
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """Step at which its loss or weights were seen to be NaN or infinite; it has no folder then. None means
     that it did not diverge."""
@@ -342,6 +346,26 @@ def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
     if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
     return f"Losses of {identity.objective}"
+
+
+def refuse_other_weights(folder: Path, record: RunRecord) -> None:
+    """Raise IdentityMismatchError for a student whose weights are not those that its run has written.
+
+    Args:
+        folder: folder of the run.
+        record: record of the run.
+
+    Raises:
+        TeacherError: a student has no weights.
+    """
+    for student in record.students:
+        if student.diverged_at is None and student.weights_sha256 is not None:
+            path = RunFolder(path=folder).student(student.arch)
+            if weights_sha256(path) != student.weights_sha256:
+                raise IdentityMismatchError(
+                    f"{path} has other weights than those that the run has written, so its recorded losses "
+                    "are not theirs. Put the weights back, or train again with another --out."
+                )
 
 
 def has_trained_nothing(folder: Path, record: RunRecord) -> bool:

@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
@@ -460,7 +461,7 @@ class _Run:
     def finish(self, record: RunRecord, trainers: Sequence[StudentTrainer], state: RunState) -> RunRecord:
         """Evaluate the trained students, write their folders, and mark the run as complete."""
         before = {student.arch: student for student in record.students}
-        nothing = {"held_out_after": None, "loss_after": None, "best_step": None}
+        nothing = {"held_out_after": None, "loss_after": None, "best_step": None, "weights_sha256": None}
         records = {
             student.arch: student.model_copy(update=nothing | {"diverged_at": state.diverged[student.arch]})
             for student in record.students
@@ -480,23 +481,31 @@ class _Run:
         students = self._in_order(records)
         if self.ranks.is_first:
             trainer_of = {trainer.shape.arch: trainer for trainer in trainers}
-            for student in students:
-                if student.diverged_at is None:
-                    trainer = trainer_of.get(student.arch) or self._load_trained(student.arch, state)
-                    folder = self.folder.student(student.arch)
-                    save_student(
-                        folder,
-                        trainer,
-                        reader=self.cache.reader,
-                        run=record,
-                        record=student,
-                        tokens=self.tokens,
-                    )
+            students = tuple(
+                self._save(student, trainer_of, record=record, state=state)
+                if student.diverged_at is None
+                else student
+                for student in students
+            )
         totals = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
         complete = record.model_copy(update={**totals, "students": students})
         self._write(complete)
         self._remove_checkpoints()
         return complete
+
+    def _save(
+        self,
+        student: StudentRecord,
+        trainer_of: Mapping[str, StudentTrainer],
+        *,
+        record: RunRecord,
+        state: RunState,
+    ) -> StudentRecord:
+        """Write the folder of a student, and return its record with the hash of its weights."""
+        trainer = trainer_of.get(student.arch) or self._load_trained(student.arch, state)
+        folder, reader = self.folder.student(student.arch), self.cache.reader
+        save_student(folder, trainer, reader=reader, run=record, record=student, tokens=self.tokens)
+        return student.model_copy(update={"weights_sha256": weights_sha256(folder)})
 
     def _remove_checkpoints(self) -> None:
         if self.ranks.is_first and self.config.keep_checkpoints == 0:

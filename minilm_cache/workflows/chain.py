@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.dump.setup import load_teacher
+from minilm_cache.dump.setup import load_teacher, refuse_other_dump
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.report.page import write_report
@@ -126,6 +126,27 @@ def run_chain(
     finally:
         ranks.leave()
     return ChainResult(path=folder, record=results[-1], is_first=ranks.is_first)
+
+
+def preview_chain(config: ChainConfig, folder: Path, *, here: bool, session: Session) -> tuple[Stage, ...]:
+    """Check a chain as running it would, and return its stages.
+
+    Where its first cache is there, the teacher is loaded and the text is read, to compare them with those of
+    the cache.
+
+    Args:
+        config: what to dump and train.
+        folder: folder of the chain.
+        here: whether this machine runs the stages, so that it must have teacher and device.
+        session: its home is the folder for local copies of caches at URLs.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; what a chain would refuse is refused here.
+    """
+    planned = stages(check_chain(config, folder, here=here), folder)
+    if here:
+        refuse_other_dump(config.dump, planned[0].path, session)
+    return planned
 
 
 def _jobs(config: ChainConfig, folder: Path, *, ranks: Ranks, cache_store: str | None) -> list[Job]:

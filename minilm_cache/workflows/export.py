@@ -55,7 +55,7 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
     states = opened.manifest.identity.states
     assert states is not None
     assert states.pooled is not None
-    refuse_existing(out, "the file")
+    refuse_existing(out, "OUT")
     width = states.pooled.width
     session.progress.start("export", len(opened), "sequences")
     remove_partials(out)

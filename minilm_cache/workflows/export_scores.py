@@ -62,7 +62,7 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     states = manifest.identity.states
     assert states is not None
     assert states.num_classes is not None
-    refuse_existing(out, "the folder")
+    refuse_existing(out, "OUT")
     schema = _schema(opened, states.num_classes)
     session.progress.start("export", len(opened), "sequences")
     first_held_out = manifest.num_train

@@ -6,14 +6,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.request import url2pathname
 
 from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
-from minilm_cache.store.creation import BEGUN
 from minilm_cache.store.durable import storage_errors
-from minilm_cache.store.layout import LOCKS, MANIFEST
+from minilm_cache.store.layout import BEGUN, LOCKS, MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.urls import is_url
@@ -35,7 +33,7 @@ class Removal:
     """Runs of the home, here or beside it that were trained from this cache, or that began with this run's
     students."""
     is_unfinished: bool = False
-    """Whether it is a cache of a store that a process may still be writing."""
+    """Whether it is a dump into a store that a process may still be writing."""
 
     @property
     def place(self) -> str:
@@ -69,13 +67,19 @@ def find_removal(name: str, home: Path) -> Removal:
         )
     if path.is_symlink() or not (_is_run(path) or _is_cache(path)):
         raise InvalidConfigError(f"{path} is neither a cache nor a run. Remove it by other means.")
-    return Removal(path=path, num_bytes=_num_bytes(path), needed_by=tuple(_needing(path, home)))
+    names = {MANIFEST, BEGUN, RUN_FILE}
+    inside = {file.parent for file in path.rglob("*.json") if file.name in names and file.parent != path}
+    held = next((each for each in sorted(inside) if _is_run(each) or _is_cache(each)), None)
+    if held is not None:
+        raise InvalidConfigError(f"{path} holds another cache or run, {held}. Remove or move that one first.")
+    needed_by, is_begun = tuple(_needing(path, home)), (path / BEGUN).is_file()
+    return Removal(path=path, num_bytes=_num_bytes(path), needed_by=needed_by, is_unfinished=is_begun)
 
 
 def _is_cache(path: Path) -> bool:
     """Return whether a folder is a cache: other folders may have a file called manifest.json, too."""
     if not (path / MANIFEST).is_file():
-        return False
+        return (path / BEGUN).is_file()
     with suppress(MiniLMCacheError):
         read_manifest(path)
         return True
@@ -215,7 +219,7 @@ def _locks(path: Path) -> Iterator[Path]:
 
 def _local(place: str) -> str:
     """Return the folder that a `file://` URL names, with its locks and its runs; other places as they are."""
-    return url2pathname(place.removeprefix(_FILE)) if place.startswith(_FILE) else place
+    return place.removeprefix(_FILE)  # nothing is decoded, as in every other command
 
 
 def _resolved(place: str) -> Path | None:

@@ -128,8 +128,10 @@ def search(
         shapes = _by_vocabulary(record, tried[:count])
         place = out / f"{ROUND}{number + 1}"
         trained = _trained(shapes, {**train, "steps": steps}, runs, place=place, cache=cache, session=session)
+        if not trained:
+            raise _all_diverged(place, record.rounds[:number], steps=steps, names=tried[:count])
         runs |= trained
-        done = _done(shapes, trained, steps=steps, out=out)
+        done = _done(shapes, trained, steps=steps)
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
         _write(out, record)
         tried = [name for name, loss in done.losses.items() if loss is not None]
@@ -185,12 +187,11 @@ def _done(
     trained: Mapping[str | None, TrainResult],
     *,
     steps: int,
-    out: Path,
 ) -> Round:
     """Return what a round has shown; students of a vocabulary that was not trained diverged."""
     lost = shapes.keys() - trained.keys()
     diverged = {candidate_name(arch, vocab) for vocab in lost for arch in shapes[vocab]}
-    losses = _ranked(trained, out) | dict.fromkeys(sorted(diverged), None)
+    losses = _ranked(trained) | dict.fromkeys(sorted(diverged), None)
     folders = [run.path.name for run in trained.values()]
     return Round(run=folders[0], more_runs=tuple(folders[1:]), steps=steps, losses=losses)
 
@@ -203,20 +204,35 @@ def _by_vocabulary(record: SearchRecord, names: Sequence[str]) -> dict[str | Non
     return found
 
 
-def _ranked(runs: Mapping[str | None, TrainResult], out: Path) -> dict[str, float | None]:
-    """Return the held-out loss of each student of a round, the best one first.
+def _all_diverged(place: Path, before: Sequence[Round], *, steps: int, names: Sequence[str]) -> DivergedError:
+    """Return the error of a round whose students all diverged, which names the best one of the round before.
 
-    Raises:
-        DivergedError: all of them diverged.
+    Args:
+        place: folder of the round's run.
+        before: rounds before it.
+        steps: steps of the round.
+        names: what it trained.
     """
+    kept = ""
+    if before:
+        last = before[-1]
+        best = next(iter(last.losses))
+        kept = f" The best student of the round before is {best}, of {last.steps:,} steps, in {last.run}."
+    who = names[0] if len(names) == 1 else f"every student ({', '.join(names)})"
+    return DivergedError(
+        f"{place}: {who} diverged within {counted(steps, 'step')}.{kept} Lower --lr, and choose "
+        "another --out."
+    )
+
+
+def _ranked(runs: Mapping[str | None, TrainResult]) -> dict[str, float | None]:
+    """Return the held-out loss of each student of a round, the best one first."""
     losses = {
         candidate_name(each.arch, vocab): each.loss_after
         for vocab, run in runs.items()
         for each in run.record.students
     }
     finite = {name: loss for name, loss in losses.items() if loss is not None}
-    if not finite:
-        raise DivergedError(f"every student of {out} diverged. Lower --lr, and choose another --out.")
     order = sorted(finite, key=lambda name: finite[name])
     return {name: losses[name] for name in [*order, *(each for each in losses if each not in finite)]}
 

@@ -47,7 +47,8 @@ from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
-from minilm_cache.workflows.study_spec import ASSISTANT, Assistant, Pass, Study
+from minilm_cache.workflows.study_pass import Assistant, Pass
+from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
@@ -119,7 +120,7 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
             call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name)
             jobs.append(Job(name=f"cache {name}", call=call, after=after))
     for name, assistant in study.made.items():
-        place = _place(study, folder, assistant.teacher)
+        place = place_of_cache(study, folder, assistant.teacher)
         training = assistant.training
         call = partial(_train, training.config, place, out=folder / "runs" / training.name)
         trained[training.name] = len(jobs)
@@ -128,7 +129,7 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
         call = partial(_dump_assistant, study, assistant, folder=folder)
         jobs.append(Job(name=f"cache {name}", call=call, after=(len(jobs) - 1,)))
     for planned in study.passes:
-        place = _place(study, folder, planned.cache)
+        place = place_of_cache(study, folder, planned.cache)
         trained[planned.name] = len(jobs)
         call = partial(_train, planned.config, place, out=folder / "runs" / planned.name)
         after = (numbers[planned.cache],) if planned.cache in numbers else ()
@@ -168,7 +169,7 @@ def _agreement_of(planned: Pass) -> str:
     return f"agreement on masked tokens: {planned.name}"
 
 
-def _place(study: Study, folder: Path, cache: str) -> str:
+def place_of_cache(study: Study, folder: Path, cache: str) -> str:
     """Return the folder or URL of a cache of the study."""
     known = study.caches.get(cache)
     return known if isinstance(known, str) else str(folder / "caches" / cache)
@@ -230,7 +231,7 @@ def _train_masked(study: Study, planned: Pass, has_learned: bool, *, folder: Pat
     """Train the students of a pass by `mlm-kd`, all by the same number of steps."""
     if not has_learned:
         return False
-    place, config = _place(study, folder, planned.cache), planned.config
+    place, config = place_of_cache(study, folder, planned.cache), planned.config
     run = TrainedRun.open(folder / "runs" / planned.name, cache_place=place, home=session.home)
     arch = tuple(student.arch for student in run.students)
     changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
@@ -329,7 +330,7 @@ def _opened(
     runs = [
         TrainedRun.open(
             folder / "runs" / planned.name,
-            cache_place=_place(study, folder, planned.cache),
+            cache_place=place_of_cache(study, folder, planned.cache),
             home=home,
             name=planned.cache,
             reference=_reference(study, folder, planned.cache),

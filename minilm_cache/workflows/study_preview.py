@@ -4,16 +4,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.evaluate.files import task_like
+from minilm_cache.session import Session
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
-from minilm_cache.train.record import load_record
-from minilm_cache.workflows.study import check_shapes, compared
-from minilm_cache.workflows.study_spec import Assistant, Pass, Study
+from minilm_cache.train.record import load_record, refuse_other_run
+from minilm_cache.workflows.study import check_shapes, compared, place_of_cache
+from minilm_cache.workflows.study_pass import Assistant, Pass
+from minilm_cache.workflows.study_spec import Study
 
 COMPLETE = "complete"
 TO_DO = "to do"
@@ -67,30 +71,44 @@ class Preview:
         return sum(len(planned.config.arch) for planned, _ in self.passes)
 
 
-def preview_study(study: Study, folder: Path, home: Path, *, here: bool = True) -> Preview:
-    """Check a study as running it would, and return what is to be made. Nothing is written.
+def preview_study(study: Study, folder: Path, session: Session, *, here: bool = True) -> Preview:
+    """Check a study as running it would, and return what is to be made.
+
+    Nothing is written to the study. Where it has a cache, the teacher is loaded and the text is read, to
+    compare them with those of the cache.
 
     Args:
         study: the study.
         folder: folder of the study.
-        home: folder for local copies of caches at URLs.
-        here: whether this machine would train the students, so that it must have their device.
+        session: its home is the folder for local copies of caches at URLs.
+        here: whether this machine would make caches and students, so that it must have teacher and device.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; what a study would refuse is refused here.
     """
     study = study.grown(folder)
-    check_shapes(study, home, here=here)
+    check_shapes(study, session.home, here=here)
     caches: dict[str, DumpConfig | str | Assistant] = {**study.caches, **study.made}
+    of_caches = {
+        name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)
+        for name, cache in caches.items()
+    }
+    for name, cache in study.caches.items():
+        if here and isinstance(cache, DumpConfig):
+            refuse_other_dump(cache, folder / "caches" / name, session)
 
     def states(passes: Iterable[Pass]) -> list[tuple[Pass, str]]:
-        return [(planned, run_state(folder / "runs" / planned.name)) for planned in passes]
+        found = []
+        for planned in passes:
+            run = folder / "runs" / planned.name
+            if of_caches[planned.cache] == COMPLETE and is_run(run):
+                cache = open_cache(place_of_cache(study, folder, planned.cache), home=session.home)
+                refuse_other_run(run, load_record(run), {"fingerprint": cache.manifest.fingerprint})
+            found.append((planned, run_state(run)))
+        return found
 
     return Preview(
-        caches={
-            name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)
-            for name, cache in caches.items()
-        },
+        caches=of_caches,
         assistants=states(assistant.training for assistant in study.made.values()),
         passes=states(study.passes),
         num_trials=_num_trials(study),

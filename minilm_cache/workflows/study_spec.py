@@ -1,6 +1,5 @@
 """Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
-import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,25 +10,32 @@ from typing import Annotated, Any, Final, NoReturn
 
 from pydantic import Field, ValidationError
 
-from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.config import ObjectiveConfig, check_codec, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, joined_names, known_objective
 from minilm_cache.settings import FrozenSettings, WrittenSettings
-from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.store.urls import is_url
-from minilm_cache.train.config import FROM_TEACHER, RANDOM, TrainConfig, first_config, with_preset
-from minilm_cache.train.folder import VIA, RunFolder, arch_slug
-from minilm_cache.train.record import load_record
-from minilm_cache.workflows.config import NEEDS_OF_CHAINS, NOT_OF_A_CHAIN, naming_settings
+from minilm_cache.train.config import (
+    FROM_TEACHER,
+    RANDOM,
+    TrainConfig,
+    first_config,
+    refuse_no_beginning,
+    with_preset,
+)
+from minilm_cache.train.folder import VIA, arch_slug
+from minilm_cache.workflows.config import NEEDS_OF_CHAINS
+from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
 ASSISTANT: Final = "-assistant"
 """End of the label of an assistant's training."""
+_PATHS: Final = ("init", "init_teacher", "vocab")
+"""Settings of a training that may be paths."""
 _NOT_IN_DUMP: Final = ("rank", "world_size")
 _NOT_IN_TRAIN: Final = {
     "arch": "arch",
@@ -110,74 +116,6 @@ class StudyDocument(WrittenSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """Training of the students of one cache, one objective and one seed, which share every batch."""
-
-    cache: str
-    label: str
-    """Name of the pass without what identifies its settings."""
-    config: TrainConfig
-    also: tuple[str, ...] = ()
-    """Further caches, as the document names them."""
-    own_labels: str | None = None
-    """File of labels, as the document names it. None means that there are none."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run's folder."""
-        content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
-        content["also"] = list(self.also)  # wherever the document lies
-        content["own_labels"] = self.own_labels
-        identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
-        return f"{self.label}-{identity}"
-
-    def of(self, arch: Sequence[str]) -> "Pass":
-        """Return the pass of some of its students alone."""
-        return replace(self, config=self.config.with_changes(arch=tuple(arch)))
-
-    def grown(self, runs: Path) -> "Iterator[Pass]":
-        """Yield passes for its students: those that are in a folder of runs, then one for all that lack.
-
-        A run is one of them if it has these settings and no other shapes.
-        """
-        left = self.config.arch
-        for folder in sorted(runs.glob(f"{glob.escape(self.label)}-*")):
-            with suppress(MiniLMCacheError):  # damaged, or no run at all
-                arch = load_record(folder).identity.arch
-                if arch and {*arch} <= {*left} and self.of(arch).name == folder.name:
-                    yield self.of(arch)
-                    left = tuple(shape for shape in left if shape not in arch)
-        if left:
-            yield self.of(left)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assistant:
-    """An assistant, and the cache of what it computes."""
-
-    name: str
-    """Name of its cache."""
-    teacher: str
-    """Name of the cache that it learns from."""
-    training: Pass
-
-    def dump(self, of_teacher: DumpConfig, runs: Path, shard_tokens: int | None) -> DumpConfig:
-        """Return the settings of its dump: the teacher's sequences, in the same shards.
-
-        Args:
-            of_teacher: settings of its teacher's dump.
-            runs: folder of runs.
-            shard_tokens: tokens of a shard of its teacher's cache.
-        """
-        fields = StateSettings.model_fields
-        none = {name: fields[name].default for name in NOT_OF_A_CHAIN & fields.keys() if name != "pooled"}
-        (arch,) = self.training.config.arch
-        student = RunFolder(path=runs / self.training.name).student(arch)
-        changes = {"teacher": str(student), "revision": None, "layers": "last", "shard_tokens": shard_tokens}
-        return of_teacher.with_changes(**none, **changes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """A study with valid settings, which are not yet compared with teacher and caches."""
 
@@ -218,7 +156,7 @@ class Study:
         """
         try:
             yield
-        except (CorpusError, InvalidConfigError) as error:
+        except (CorpusError, InvalidConfigError, TeacherError) as error:
             self.source.fail(location, str(error))
 
     def refuse_arch(self, arch: str, problem: str) -> NoReturn:
@@ -275,13 +213,24 @@ def _passes(
     for index, choice in enumerate(choices):
         for init, seed in product(document.init or (None,), document.seed):
             begun = "" if init is None else f"-{Path(init).name}"
+            config = _training(source, document, choice=choice, index=index, seed=seed, init=init)
+            written = {**document.train, **({} if init is None else {"init": init}), **choice.settings}
             yield Pass(
                 cache=cache,
                 label=f"{cache}-{choice.slug}{begun}-s{seed}",
-                config=_training(source, document, choice=choice, index=index, seed=seed, init=init),
-                also=tuple(choice.settings.get("also", ())),
-                own_labels=choice.settings.get("own_labels"),
+                config=config,
+                written=_paths(source, config, written),
             )
+
+
+def _paths(source: Source, config: TrainConfig, written: Mapping[str, Any]) -> dict[str, object]:
+    """Return the paths among the settings of a training, as the document has them."""
+    resolved = {
+        name: written[name]
+        for name in _PATHS
+        if isinstance(written.get(name), str) and getattr(config, name) == str(source.resolve(written[name]))
+    }
+    return resolved | {name: written[name] for name in ("also", "own_labels") if name in written}
 
 
 def _is_of_a_chain(config: TrainConfig) -> bool:
@@ -503,7 +452,7 @@ def _training(
     for key, place in _NOT_IN_TRAIN.items():
         if key in document.train:
             source.fail(("train", key), f"a study varies this; give it under {place}")
-    given = source.with_paths(document.train, "init", "init_teacher", "vocab")
+    given = source.with_paths(document.train, *_PATHS)
     preset = _preset(source, given.pop("preset", None))
     if init is not None:
         given |= source.with_paths({"init": init}, "init")
@@ -513,7 +462,12 @@ def _training(
     locate |= {"": ("train",), "arch": (), "seed": (), "init": ("init",)}
     arch = choice.arch or document.arch
     values = {"keep_checkpoints": 0, **values, "arch": arch, "seed": seed}
-    return source.check(TrainConfig, values, locate)
+    config = source.check(TrainConfig, values, locate)
+    try:
+        refuse_no_beginning(config.init)
+    except InvalidConfigError as error:
+        source.fail(("train", "init") if init is None else ("init",), str(error))
+    return config
 
 
 def _preset(source: Source, name: object) -> str | None:

@@ -49,7 +49,7 @@ class Verification:
         where = "" if first.shard is None else f" of shard {first.shard}"
         raise VerificationError(
             f"{self.path} is damaged in {len(self.verdict.damage)} of its files, the first is "
-            f"{first.path}{where}: {first.reason.rstrip('.')}. {self._remedy}"
+            f"{first.path}{where}: {first.reason.rstrip('.')}. {self._remedy}".rstrip()
         )
 
     @property
@@ -57,7 +57,7 @@ class Verification:
         if isinstance(self.path, str):
             return "Ask its publisher to run `minilm-cache push --full`."
         if self.verdict.complete is None:
-            return "Fetch the cache again, or dump it into another folder: its manifest cannot be rebuilt."
+            return ""  # the reason says what to do about a manifest
         shards = self.shards_to_redo
         listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
         redo = f", which writes shard {listed} again" if shards else ""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from minilm_cache.store.creation import BEGUN
-from minilm_cache.store.layout import lock_path
+from minilm_cache.store.layout import BEGUN, lock_path
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.train.folder import RunFolder
 from tests.conftest import Command
@@ -214,3 +213,24 @@ def test_what_runs_of_a_study_need_is_kept(world: World, command: Command, *, mo
     for name in ("a", "b"):
         assert command("rm", study / "runs" / name, "--yes")[0] == 0
     assert command("rm", cache, "--yes")[0] == 0
+
+
+def test_what_lies_inside_a_cache_is_not_removed_with_it(world: World, command: Command) -> None:
+    world.dump()
+    cache, run = world.root / "cache", world.root / "cache/run"
+    asked = ("--arch", "1x16", "--steps", 2, "--batch-size", 4, "--device", "cpu")
+    assert command("train", cache, *asked, "--out", run)[0] == 0
+    for place in (cache, f"file://{cache}"):
+        command.fails("rm", place, "--yes", "--force", code=2, says=("holds another cache or run", str(run)))
+    assert command("rm", run, "--yes")[0] == command("rm", cache, "--yes")[0] == 0
+    assert not cache.exists()
+
+
+def test_a_url_of_a_folder_means_the_same_as_in_other_commands(world: World, command: Command) -> None:
+    """Nothing in it is decoded, so that no folder goes that nobody has named."""
+    world.dump()
+    for name in ("a b", "a%20b"):
+        shutil.copytree(world.root / "cache", world.root / name)
+    url = f"file://{world.root / 'a%20b'}"
+    assert command("verify", url)[0] == command("rm", url, "--yes")[0] == 0
+    assert [(world.root / name).exists() for name in ("a b", "a%20b")] == [True, False]

@@ -13,7 +13,12 @@ import pytest
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheIncompleteError,
+    IdentityMismatchError,
+    InterruptedRunError,
+)
 from minilm_cache.session import Session, never_stop
 from minilm_cache.store import leases
 from minilm_cache.store.creation import remove_leftovers
@@ -21,6 +26,8 @@ from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder, open_store
 from minilm_cache.store.writer import CacheWriter
+from minilm_cache.workflows.remove import find_removal, remove
+from minilm_cache.workflows.verify import verify_cache
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CONTEXT
@@ -79,6 +86,7 @@ def test_a_dump_into_a_store_is_the_local_one_and_opens_there(
     code, out, err = command("dump", *arguments, *shards, "--out", f"{store}/cache", "--json")
     assert (code, json.loads(out)["shards_written"]) == (0, 0), err
     command.fails("dump", *arguments, "--k", 5, "--out", f"{store}/cache", code=1, says="differs in codec.k")
+    command.fails("dump", *arguments, "--out", store, code=1, says=("holds other caches", "cache", "NAME"))
     command.fails("dump", *arguments, "--out", "hf://team/x", code=2, says="no place to dump into")
     command.fails("dump", *arguments, "--out", store, "--add", "x", code=2, says="go with a folder")
 
@@ -207,6 +215,16 @@ def test_a_damaged_beginning_and_another_dump_are_refused(world: World, store: s
 def test_what_a_store_holds_besides_a_dump_into_it_is_left_alone(
     world: World, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun = f"file://{world.root}/begun"
+    with pytest.raises(InterruptedRunError):
+        dump_into_store(config(world), begun, session=Session(world.home, should_stop=stop_after(3)))
+    for read in (open_cache, lambda url: verify_cache(url.removeprefix("file://"))):
+        with pytest.raises(CacheIncompleteError, match="finishes it"):
+            read(begun)
+    found = find_removal(begun, world.home)
+    assert found.is_unfinished
+    remove(found)
+    assert not (world.root / "begun").exists()
     unfinished = world.root / "unfinished"
     with pytest.raises(InterruptedRunError):
         dump_cache(config(world), out=unfinished, session=Session(world.home, should_stop=stop_after(3)))

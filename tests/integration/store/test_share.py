@@ -20,6 +20,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
+from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.mirror import MirrorReader
@@ -390,3 +391,107 @@ def test_weights_that_a_copy_lacks_stay_in_the_store(world: World, command: Comm
     assert manifest_of(plain) == manifest_of(whole)
     assert command("verify", "--full", plain)[0] == command("verify", "--full", url)[0] == 0
     assert "nothing to do" in command("pull", url, "--out", plain)[2]
+
+
+@pytest.mark.parametrize("path", ["manifest.json", "index/shards.parquet", "index/ranges.parquet"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_damaged_tables_of_a_store_are_damage(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch, path: str, *, is_kept: bool
+) -> None:
+    """Whatever this machine has kept of the cache before."""
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(world.root / "another"))
+    world.dump()
+    url = f"file://{pushed(world, str(world.root / 'store'))}"
+    file = Path(url.removeprefix("file://")) / path
+    before = file.read_bytes()
+    if is_kept:
+        assert command("verify", url)[0] == 0
+    file.write_bytes(before[:40] + bytes([before[40] ^ 1]) + before[41:])
+    command.fails("verify", url, code=3, says=(path, "push --full"))
+    file.unlink()
+    command.fails("verify", url, code=3, says=path)
+
+
+def test_a_copy_that_got_weights_later_is_mended(world: World, command: Command) -> None:
+    world.dump()
+    url, copy = pushed(world, str(world.root / "store")), world.root / "copy"
+    pull(url, copy, session=Session())
+    world.dump("copy", keep_weights=True)
+    kept = manifest_of(copy)
+    shard = copy / "tokens/c/1"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    pull(url, copy, session=Session())
+    assert (shard.read_bytes(), manifest_of(copy)) == (before, kept)
+    assert command("verify", "--full", copy)[0] == 0
+    weights = copy / "teacher/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(CacheCorruptError, match=r"model\.safetensors is damaged, and .* does not have it"):
+        pull(url, copy, session=Session())
+
+
+def test_a_copy_that_could_not_be_opened_is_not_made(world: World, command: Command) -> None:
+    world.dump()
+    place = Path(pushed(world, str(world.root / "store")))
+    document = json.loads((place / "manifest.json").read_text())
+    document["identity"]["relation_heads"] = 1024
+    identity = CacheIdentity.model_validate_json(json.dumps(document["identity"]))
+    document |= {"fingerprint": identity.fingerprint(), "checksum": None}
+    (place / "manifest.json").write_text(json.dumps(document))
+    out = world.root / "out"
+    command.fails("pull", place, "--out", out, code=1, says=("is not the metadata", "publisher"))
+    assert not out.exists()
+
+
+def test_places_that_are_none_are_refused(world: World, command: Command) -> None:
+    world.dump()
+    cache = world.root / "cache"
+    command.fails("merge", "s3://bucket/x", cache, code=2, says="this is a URL")
+    command.fails("merge", world.corpus, cache, code=2, says="is a file")
+    command.fails("pull", f"{cache}/.", code=2, says="Give --out")
+    command.fails("push", "s3://bucket/x", world.root / "store", code=2, says="this is a URL")
+    (world.root / "out.parquet").touch()
+    command.fails("export", cache, world.root / "out.parquet", code=2, says="Choose another OUT")
+    with pytest.raises(InvalidConfigError, match="this is a URL"):
+        open_cache(Path("s3://bucket/x"))
+    with pytest.raises(InvalidConfigError, match="an empty text"):
+        open_cache("")
+
+
+def test_a_cache_without_its_manifest_says_what_helps(world: World, command: Command) -> None:
+    world.dump()
+    (world.root / "cache/manifest.json").unlink()
+    for words in (("info",), ("verify",)):
+        code, _, err = command(*words, world.root / "cache")
+        assert code == (1 if words == ("info",) else 3)
+        assert err.count("Pull it again into this folder, or dump it into another one") == 1
+
+
+def test_nothing_is_written_into_a_complete_cache(world: World) -> None:
+    """It may be somebody else's."""
+    world.dump()
+    files = {path: path.stat().st_mtime_ns for path in (world.root / "cache").rglob("*") if path.is_file()}
+    (world.root / "cache/locks/seal.lock").unlink()
+    assert world.dump().shards_written == 0
+    left = {path: path.stat().st_mtime_ns for path in (world.root / "cache").rglob("*") if path.is_file()}
+    assert left.items() <= files.items()
+    assert not (world.root / "cache/locks/seal.lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_what_stands_in_the_place_of_a_shard_is_replaced(world: World, command: Command, kind: str) -> None:
+    world.dump()
+    shard = world.root / "cache/tokens/c/1"
+    before = shard.read_bytes()
+    shard.unlink()
+    if kind == "folder":
+        (shard / "inner").mkdir(parents=True)
+    else:
+        (world.root / "mine").write_bytes(b"mine")
+        shard.symlink_to(world.root / "mine")
+    command.fails("verify", world.root / "cache", code=3, says="--check full")
+    assert world.dump(check="full").shards_written == 1
+    assert shard.read_bytes() == before
+    if kind == "link":
+        assert (world.root / "mine").read_bytes() == b"mine"
+    assert command("verify", "--full", world.root / "cache")[0] == 0

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,10 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, c
         *("report", world.root / "a", world.root / "a", "--json", "--out", world.root / "page.html")
     )
     assert (code, len(json.loads(out)["students"])) == (0, 1)
+    shutil.copytree(world.root / "a", world.root / "again")
+    twice = students_table([*runs, TrainedRun.open(world.root / "again")])
+    # Seed 0 was trained twice, so no mean over seeds is known.
+    assert summary_table(twice)["seeds"].to_pylist() == [1, 1, 1, 1]
     diverged = students.set_column(
         students.column_names.index("diverged_at"), "diverged_at", pa.array([None, None, 3], pa.int64())
     )

@@ -1,6 +1,7 @@
 """`study --dry-run`: what is to be made, without making it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_study import document
-from tests.support import World
+from tests.support import World, save_teacher
 
 
 def test_a_preview_makes_nothing(world: World, command: Command) -> None:
@@ -60,3 +61,98 @@ def test_a_preview_shows_what_trains_assistants(world: World, command: Command) 
     preview = json.loads(command("study", shapes, "--dry-run", "--json")[1])
     assert [each["students"] for each in preview["assistants"]] == [["2x32"]]
     assert "3 passes train 4 students and 1 assistant" in command("study", shapes, "--dry-run")[1]
+
+
+SMALL = {"caches": "\n  one: {codec: topk, k: 6}", "seed": " [0]"}
+
+
+def changed(world: World, change: str, other: Path) -> Path:
+    """Change what a study was made of, and return its document."""
+    if change == "setting":
+        return document(world, **SMALL | {"caches": "\n  one: {codec: topk, k: 5}"})
+    if change == "text":
+        world.corpus.write_text(world.corpus.read_text() + "\n\nba be bi\n")
+    elif change == "teacher":
+        save_teacher(world.teacher, seed=5)
+    else:
+        shutil.rmtree(world.root / "shapes/caches/one")
+        shutil.copytree(other, world.root / "shapes/caches/one")
+        return document(world, **SMALL | {"caches": "\n  one: {cache: shapes/caches/one}"})
+    return document(world, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("setting", "differs in codec.k"),
+        ("text", "differs in corpus"),
+        ("teacher", "teacher.weights_sha256"),
+        ("cache", "differs in fingerprint"),
+    ],
+)
+def test_a_preview_sees_what_changed(world: World, command: Command, change: str, says: str) -> None:
+    other = world.dump("other", k=4).path
+    assert command("study", document(world, **SMALL))[0] == 0
+    assert command("study", document(world, **SMALL), "--dry-run")[0] == 0
+    path = changed(world, change, other)
+    line = command.fails("study", path, "--dry-run", code=1, says=says)
+    assert line == command.fails("study", path, code=1, says=says)
+
+
+def test_a_preview_sees_that_there_is_no_beginning(world: World, command: Command) -> None:
+    for key, init in (("train", "\n  steps: 6\n  init: nothere"), ("init", " [nothere]")):
+        words = ("line ", "init", "--init nothere: there is no such folder")
+        command.fails("study", document(world, **SMALL | {key: init}), "--dry-run", code=2, says=words)
+    missing = document(world, **SMALL)
+    missing.write_text(missing.read_text().replace(f"teacher: {world.teacher}", "teacher: nothere"))
+    command.fails("study", missing, "--dry-run", code=2, says=("line 2", "dump.teacher", "nothere"))
+
+
+def test_a_study_that_loses_a_shape_keeps_its_students(world: World, command: Command) -> None:
+    assert command("study", document(world, **SMALL))[0] == 0
+    path = document(world, **SMALL | {"arch": " [1x32, 2x16]"})
+    passes = json.loads(command("study", path, "--dry-run", "--json")[1])["passes"]
+    states = [(planned["students"], planned["state"]) for planned in passes]
+    assert states == [(["1x16", "1x32"], "complete"), (["2x16"], "to do")]
+
+
+def test_names_of_passes_are_the_same_from_everywhere(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the document lies does not matter to a beginning that it names relative to itself."""
+    cache = world.dump("cache").path
+    asked = ("--arch", "1x16", "--steps", 2, "--batch-size", 4, "--device", "cpu")
+    assert command("train", cache, *asked, "--out", world.root / "begun")[0] == 0
+    path = document(world, **SMALL | {"init": " [begun]", "arch": " [1x16]"})
+    names = []
+    for folder, given in ((world.root, path.name), (world.root.parent, path)):
+        monkeypatch.chdir(folder)
+        found = json.loads(command("study", given, "--dry-run", "--json")[1])
+        names.append([planned["pass"] for planned in found["passes"]])
+    assert names[0] == names[1]
+
+
+def test_a_chain_preview_sees_what_changed(world: World, command: Command) -> None:
+    words = ("--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 6)
+    recipe = ("--codec", "topk", "--arch", "1x32", "--steps", 2, "--batch-size", 4, "--device", "cpu")
+    chain = ("chain", *words, *recipe, "--assistant", "2x32", "--out", world.root / "chain")
+    assert command(*chain)[0] == 0
+    assert command(*chain, "--dry-run")[0] == 0
+    save_teacher(world.teacher, seed=5)
+    line = command.fails(*chain, "--dry-run", code=1, says="teacher.weights_sha256")
+    assert line == command.fails(*chain, code=1, says="teacher.weights_sha256")
+
+
+def test_weights_that_a_run_has_not_written_are_seen(world: World, command: Command) -> None:
+    cache = world.dump("cache").path
+    asked = ("--arch", "1x16", "--arch", "1x16:s3", "--steps", 2, "--batch-size", 4, "--device", "cpu")
+    run = world.root / "run"
+    assert command("train", cache, *asked, "--out", run)[0] == 0
+    one, other = (run / "students" / name / "model.safetensors" for name in ("1x16", "1x16-s3"))
+    shutil.copyfile(other, one)
+    says = ("has other weights than those that the run has written", "students/1x16")
+    command.fails("report", run, "--out", world.root / "page.html", code=1, says=says)
+    own = world.root / "own.jsonl"
+    own.write_text('{"question": "ba be", "answer": "bi bo"}\n')
+    asked = ("--retrieval", own, "--max-length", 32)
+    command.fails("embeddings", world.teacher, run, *asked, code=1, says=says)
