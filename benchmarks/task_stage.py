@@ -8,11 +8,11 @@ stand students that are fine-tuned alone on the same examples, from a slice of `
 they learned `mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the
 same texts. Of QNLI the dev set is split in two: the teacher and students learn from the first half, and are
 scored on the second one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a
-third kind of students learns these with the answers, half and half. With `--augment`, a model with a head
-for masked tokens (`minilm-cache head`), further students learn the answers to augmented copies of the texts,
-too, in as many steps. With `--seeds` means and sample
-deviations over seeds are written; the students of the task stage then have one teacher, the one that was
-fine-tuned with seed 0.
+third kind of students learns these with the answers, half and half. A fourth kind learns, in as many steps,
+also the answers to further pairs of the texts of pairs (`--mine mini`). With `--augment`, a model with a head
+for masked tokens (`minilm-cache head`), students learn the answers to augmented copies of the texts, too.
+With `--seeds` means and sample deviations over seeds are written; the students of the task stage then have
+one teacher, the one that was fine-tuned with seed 0.
 """
 
 import argparse
@@ -49,6 +49,8 @@ LABELLED: Final = {
 """Training examples that the teacher is fine-tuned on."""
 ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli", "stsb-all")
 """Tasks all of whose texts have labels here."""
+OF_PAIRS: Final = ("stsb", "stsb-all", "mrpc", "qnli")
+"""Tasks whose texts are also paired anew. Of RTE the teacher knows too little."""
 LABEL_WEIGHT: Final = 0.5
 COPIES: Final = 10
 """Augmented copies of each text."""
@@ -91,6 +93,8 @@ def main() -> None:
         stages: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"task stage": ({}, train)}
         if label in ALL_LABELLED:
             stages["task stage with labels"] = {}, {**train, "label_weight": LABEL_WEIGHT}
+        if label in OF_PAIRS:
+            stages["task stage with further pairs"] = {"mine": MINI}, train
         if given.augment is not None:
             copies = {"augment": given.augment, "copies": given.copies}
             stages["task stage with copies"] = copies, train

@@ -87,7 +87,10 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
             session.progress.note(f"{out} holds this cache already: nothing to do")
             num_shards = len(read_ranges(out, existing))
             return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
-        elif INDEX in manifest.files and manifest.files.items() <= existing.files.items():
+        elif existing.files.keys() > manifest.files.keys() and _is_same(
+            existing.model_copy(update={"files": {path: existing.files[path] for path in manifest.files}}),
+            manifest,
+        ):
             session.progress.note(
                 f"{out} holds this cache, but damaged: fetching what is not as it was committed"
             )

@@ -154,5 +154,5 @@ def test_weights_that_a_run_has_not_written_are_seen(world: World, command: Comm
     command.fails("report", run, "--out", world.root / "page.html", code=1, says=says)
     own = world.root / "own.jsonl"
     own.write_text('{"question": "ba be", "answer": "bi bo"}\n')
-    asked = ("--retrieval", own, "--max-length", 32)
-    command.fails("embeddings", world.teacher, run, *asked, code=1, says=says)
+    measured = ("--retrieval", own, "--max-length", 32)
+    command.fails("embeddings", world.teacher, run, *measured, code=1, says=says)
