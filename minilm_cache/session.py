@@ -5,7 +5,7 @@ The caller decides whether and where progress is shown.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock, Thread
@@ -15,6 +15,8 @@ from minilm_cache.errors import InterruptedRunError, StorageError
 from minilm_cache.settings import cache_home, refuse_url
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
+_NOTHING_KEPT: Final = "interrupted: nothing is kept. Run the same command again."
 
 
 @runtime_checkable
@@ -146,6 +148,25 @@ class Session:
             InvalidConfigError: this user has none (`settings.cache_home`).
         """
         return cache_home() if self._home is None else self._home
+
+    def stop_if_asked(self, message: str = _NOTHING_KEPT) -> None:
+        """Raise InterruptedRunError, with a message that says what is kept, if a stop was requested."""
+        if self.should_stop():
+            raise InterruptedRunError(message)
+
+    def parts(
+        self, items: Sequence[Item], size: int, message: str = _NOTHING_KEPT
+    ) -> Iterator[Sequence[Item]]:
+        """Yield items in parts of `size`, and count each part as progress when it is done.
+
+        Raises:
+            InterruptedRunError: a stop was requested before a part; `message` says what is kept.
+        """
+        for start in range(0, len(items), size):
+            self.stop_if_asked(message)
+            part = items[start : start + size]
+            yield part
+            self.progress.advance(len(part))
 
     def with_absolute_home(self) -> "Session":
         """Return this session for work in any working folder."""

@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.template import named_template
-from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.models.load import tokenizer_sha256
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import Sha256, StoredModel, parse
@@ -311,8 +311,7 @@ def fetched_or_first(
                     f"another machine tokenises this text and sends it to {shared.url}: waiting"
                 )
             waits = True
-            if session.should_stop():
-                raise InterruptedRunError("interrupted while another machine tokenises this text.")
+            session.stop_if_asked("interrupted while another machine tokenises this text.")
             time.sleep(_POLL_S)
     finally:
         leases.close()
@@ -429,8 +428,7 @@ class _Arrival:
 
 
 def _refuse_stop(session: Session) -> None:
-    if session.should_stop():
-        raise InterruptedRunError("interrupted while tokens are copied. Run the same command again.")
+    session.stop_if_asked("interrupted while tokens are copied. Run the same command again.")
 
 
 def _sizes(record: TokenRecord) -> dict[str, int]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from minilm_cache.corpus.pairs import PairColumns, read_pairs
 from minilm_cache.corpus.records import Record, plain_text
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
-from minilm_cache.errors import CorpusError, InterruptedRunError, MiniLMCacheError, first_line
+from minilm_cache.errors import CorpusError, MiniLMCacheError, first_line
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
@@ -130,10 +130,7 @@ def _batches(
                     "the columns: --text-column, --vector-column."
                 )
             for batch in parquet.iter_batches(num_rows, columns=columns, use_threads=False):
-                if session.should_stop():
-                    raise InterruptedRunError(
-                        "interrupted while vectors are read. Run the same command again."
-                    )
+                session.stop_if_asked("interrupted while vectors are read. Run the same command again.")
                 batch.validate(full=True)  # text that is not UTF-8 is an error of Arrow here
                 yield batch.column(column).to_pylist(), batch.column(config.vector_column)
     except MiniLMCacheError:  # some are ValueErrors

@@ -26,7 +26,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.dump.config import AugmentConfig
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer, mask_token
@@ -124,8 +124,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     session.progress.start("augment", corpus.identity.num_documents, "documents")
     with storage_errors("write", out), new_file(out) as file:
         for number, text in enumerate(corpus.texts()):
-            if session.should_stop():
-                raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
+            session.stop_if_asked("interrupted: nothing was written. Run the same command again.")
             texts = (text,) if config.pair_columns is None else tuple(text.split(BETWEEN))
             versions = [texts, *replacer.copies(texts, number)]
             lines = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.errors import InterruptedRunError, ShardBusyError
+from minilm_cache.errors import ShardBusyError
 from minilm_cache.session import Session
 from minilm_cache.store.durable import ShardLock
 from minilm_cache.store.writer import CacheWriter
@@ -80,11 +80,10 @@ class Claims:
             if helps:
                 continue
             left = counted(len(missing), "shard")
-            if self.session.should_stop():
-                raise InterruptedRunError(
-                    f"interrupted: other ranks are writing {left} of {self.writer.root}, and this one has "
-                    "nothing left to write."
-                )
+            self.session.stop_if_asked(
+                f"interrupted: other ranks are writing {left} of {self.writer.root}, and this one has "
+                "nothing left to write."
+            )
             if not waits:
                 self.session.progress.note(f"waiting for {left} that other ranks are writing")
                 waits = True

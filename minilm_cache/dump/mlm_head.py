@@ -19,7 +19,7 @@ from minilm_cache.corpus.sequences import SHARE, Masker, SequenceTable
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
-from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
+from minilm_cache.errors import CorpusError, DivergedError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer, load_weights, mask_token
@@ -141,8 +141,7 @@ def _train(model: TappedModel, batches: Iterator[_Batch], *, lr: float, steps: i
     head_weights = [weight for weight in model.parameters() if id(weight) not in shared]
     optimizer = torch.optim.AdamW(head_weights, lr=lr)
     for step, batch in enumerate(batches):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
+        session.stop_if_asked("interrupted: nothing was written. Run the same command again.")
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - step / steps)
         loss, _ = _loss(model, batch)

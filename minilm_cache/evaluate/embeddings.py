@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
+from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.glue import read_dev
@@ -131,14 +131,9 @@ def _encoded(
     encoder: SentenceTransformer, texts: Sequence[str], config: EmbeddingsConfig, *, session: Session
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the vectors of texts in parts; an encoder puts texts of like length of a part into one batch."""
-    for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
-        if session.should_stop():
-            raise InterruptedRunError(
-                "interrupted: models that were saved are kept. Run it again with another --save."
-            )
-        part = texts[start : start + _BATCHES_OF_A_PART * config.batch_size]
-        yield encoder.encode(part, batch_size=config.batch_size, show_progress_bar=False)
-        session.progress.advance(len(part))
+    kept = "interrupted: models that were saved are kept. Run it again with another --save."
+    for part in session.parts(texts, _BATCHES_OF_A_PART * config.batch_size, kept):
+        yield encoder.encode(list(part), batch_size=config.batch_size, show_progress_bar=False)
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.examples import Track
 from minilm_cache.evaluate.kind import Kind, Predictions
 from minilm_cache.evaluate.settings import TrialIdentity
@@ -42,27 +42,14 @@ class Tuned:
     """Seconds of training, without predictions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Shows progress, and checks whether a stop was requested."""
-
-    session: Session
-    title: str = ""
-    """Title of the trial in the progress display."""
-
-    def stop_if_requested(self) -> None:
-        """Raise InterruptedRunError if a stop was requested."""
-        if self.session.should_stop():
-            raise InterruptedRunError(
-                "interrupted: trials that have ended are kept. Run the same command again to resume."
-            )
+TRIALS_KEPT: Final = "interrupted: trials that have ended are kept. Run the same command again to resume."
 
 
 class _Callback(TrainerCallback):
     """Shows the Trainer's steps, and stops it if that was requested."""
 
-    def __init__(self, watcher: Watcher, batch_size: int, total: int) -> None:
-        self._watcher = watcher
+    def __init__(self, session: Session, batch_size: int, total: int) -> None:
+        self._session = session
         self._batch_size = batch_size
         self._left = total
 
@@ -78,9 +65,9 @@ class _Callback(TrainerCallback):
 
     def advance(self, amount: int) -> None:
         """Show a batch; the last one of a set may be smaller."""
-        self._watcher.session.progress.advance(min(amount, self._left))
+        self._session.progress.advance(min(amount, self._left))
         self._left -= min(amount, self._left)
-        self._watcher.stop_if_requested()
+        self._session.stop_if_asked(TRIALS_KEPT)
 
 
 def check_device(name: str | None) -> torch.device:
@@ -111,7 +98,8 @@ def fine_tune(
     track: Track[Any],
     identity: TrialIdentity,
     device: torch.device,
-    watcher: Watcher,
+    session: Session,
+    title: str,
 ) -> Tuned:
     """Fine-tune a model on a track, and predict every dev and test set of it.
 
@@ -122,7 +110,9 @@ def fine_tune(
         track: training set, and the sets that are predicted.
         identity: learning rate, epochs (0 leaves the model as it is), batch size, seed and precision.
         device: device from `check_device`.
-        watcher: shows progress; it is called after each step and can stop the trial.
+        session: its progress shows sequences. Its `should_stop` is called after each step; True stops the
+            trial.
+        title: title of the trial in the progress display.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -131,9 +121,9 @@ def fine_tune(
     features = kind.encode(track.train, tokenizer).features if identity.epochs else []
     num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
     total = len(features) * identity.epochs + num_scored
-    watcher.session.progress.start(watcher.title, total, "sequences")
+    session.progress.start(title, total, "sequences")
     with tempfile.TemporaryDirectory() as scratch:
-        callback = _Callback(watcher, identity.batch_size, total)
+        callback = _Callback(session, identity.batch_size, total)
         trainer: Any = Trainer(  # Any: the Trainer accepts lists, its type hints do not
             model=model,
             args=_arguments(identity, scratch, device),

@@ -15,7 +15,7 @@ import torch
 from sentence_transformers import CrossEncoder
 
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.retrieval import (
@@ -246,12 +246,8 @@ def _reranked(
     order = np.argsort([len(one) + len(other) for one, other in texts], kind="stable")[::-1]
     scores, started = np.empty(len(texts)), time.perf_counter()
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
-        for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
-            if session.should_stop():
-                raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
-            part = order[start : start + _BATCHES_OF_A_PART * config.batch_size]
+        for part in session.parts(order.tolist(), _BATCHES_OF_A_PART * config.batch_size):
             scores[part] = score([texts[at] for at in part])
-            session.progress.advance(len(part))
     pairs_per_s = len(texts) / (time.perf_counter() - started)
     run: Ranked = {query: {} for query in found}
     for (query, name), found_score in zip(pairs, scores.tolist(), strict=True):

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
-from minilm_cache.evaluate.settings import EmbeddingsConfig
+from minilm_cache.evaluate.settings import EmbeddingsConfig, OwnDataSettings
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import refuse_run_as_teacher
@@ -96,24 +96,8 @@ def compare_retrieval(
     return found
 
 
-class Encoding(Protocol):
-    """How texts are encoded."""
-
-    @property
-    def device(self) -> str | None:
-        """Device in torch's notation. None means a GPU if there is one."""
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens of a text."""
-
-    @property
-    def batch_size(self) -> int:
-        """Texts of a forward pass."""
-
-
 def vectors_of(
-    model: Evaluated, data: OwnData, config: Encoding, *, session: Session
+    model: Evaluated, data: OwnData, config: EmbeddingsConfig | OwnDataSettings, *, session: Session
 ) -> tuple[Vectors, Vectors]:
     """Return a model's vectors of the queries and of the documents of data of one's own.
 
@@ -132,15 +116,16 @@ def vectors_of(
 
 
 def _encoded(
-    encode: Callable[..., Any], texts: Sequence[str], config: Encoding, *, session: Session
+    encode: Callable[..., Any],
+    texts: Sequence[str],
+    config: EmbeddingsConfig | OwnDataSettings,
+    *,
+    session: Session,
 ) -> Vectors:
-    parts = []
-    for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
-        part = list(texts[start : start + _BATCHES_OF_A_PART * config.batch_size])
-        parts.append(encode(part, batch_size=config.batch_size, show_progress_bar=False))
-        session.progress.advance(len(part))
+    parts = [
+        encode(list(part), batch_size=config.batch_size, show_progress_bar=False)
+        for part in session.parts(texts, _BATCHES_OF_A_PART * config.batch_size)
+    ]
     return np.concatenate(parts).astype(np.float32)
 
 

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from math import sqrt
@@ -18,7 +18,7 @@ from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_card
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import Source, data_source
-from minilm_cache.evaluate.finetune import Tuned, Watcher, check_device, fine_tune
+from minilm_cache.evaluate.finetune import TRIALS_KEPT, Tuned, check_device, fine_tune
 from minilm_cache.evaluate.kind import Kind, Scores
 from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.models import Evaluated, find_models
@@ -128,7 +128,6 @@ def evaluate_models(
         StorageError: a file cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    watcher = Watcher(session)
     device = check_device(config.device)
     out = Path(out)
     refuse_file(out)
@@ -146,10 +145,10 @@ def evaluate_models(
     ]
     records = []
     for number, trial in enumerate(trials, 1):
-        watcher.stop_if_requested()
+        session.stop_if_asked(TRIALS_KEPT)
         record = _finished_record(trial, config)
         which = f"{number} of {len(trials)}"
-        records.append(record or _run_trial(trial, config, device=device, watcher=watcher, which=which))
+        records.append(record or _run_trial(trial, config, device=device, session=session, which=which))
     summaries = summarise(records)
     remarks = tuple(_no_better_than_chance(trials, summaries))
     for remark in remarks:
@@ -330,11 +329,10 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
 
 
 def _run_trial(
-    trial: _Trial, config: EvaluateConfig, *, device: torch.device, watcher: Watcher, which: str
+    trial: _Trial, config: EvaluateConfig, *, device: torch.device, session: Session, which: str
 ) -> TrialRecord:
     identity = trial.identity
     name = f"{trial.kind.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
-    watcher = replace(watcher, title=f"{name} ({which})")
     kind = trial.kind
     model = kind.load_as_is(trial.model) if config.as_is else kind.load(trial.model, identity.seed)
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
@@ -345,7 +343,8 @@ def _run_trial(
             track=trial.track,
             identity=identity,
             device=device,
-            watcher=watcher,
+            session=session,
+            title=f"{name} ({which})",
         )
     track = trial.track
     scores = _scores(kind, track, tuned)

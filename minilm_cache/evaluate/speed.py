@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding
@@ -231,8 +231,7 @@ def _passes(
     sweep = list(dict.fromkeys(product(config.batch_size, config.length)))
     session.progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
     for batch_size, length in sweep:
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: a comparison of speeds is not saved. Run it again.")
+        session.stop_if_asked("interrupted: a comparison of speeds is not saved. Run it again.")
         with enough_memory(device, "Take a lower --batch-size or --length"):
             ids = torch.full((batch_size, length), token, device=device)
             mask = torch.ones_like(ids)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, TEACHER_WEIGHTS
@@ -58,10 +58,9 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
     sizes = {shard: owners[shard].records[shard].num_bytes for shard in todo}
     session.progress.start("merge", sum(sizes.values()), "bytes")
     for shard in todo:
-        if session.should_stop():
-            raise InterruptedRunError(
-                f"interrupted: the shards that are in {out} are kept. Run the same command again."
-            )
+        session.stop_if_asked(
+            f"interrupted: the shards that are in {out} are kept. Run the same command again."
+        )
         with writer.claim(shard):
             writer.copy_shard(shard, owners[shard])
         session.progress.advance(sizes[shard])

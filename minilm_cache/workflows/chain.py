@@ -20,7 +20,6 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher, refuse_other_dump
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
-from minilm_cache.errors import InterruptedRunError
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import held_out_of, students_table
@@ -203,10 +202,9 @@ def _dump(
     if not read_manifest(stage.path).complete:
         session.progress.note("waiting for the shards of other processes")
     while not read_manifest(stage.path).complete:  # ranks that began later are still writing
-        if session.should_stop():
-            raise InterruptedRunError(
-                f"interrupted while other processes dump into {stage.path}. Run the same command again."
-            )
+        session.stop_if_asked(
+            f"interrupted while other processes dump into {stage.path}. Run the same command again."
+        )
         time.sleep(_POLL_S)
     ranks.barrier()
 

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import torch
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.truncate import saving
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.session import ALONE, Session
@@ -65,8 +64,7 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
         pq.ParquetWriter(file, _schema(width), compression="zstd") as writer,
     ):
         for rows in _rows(opened, width):
-            if session.should_stop():
-                raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+            session.stop_if_asked()
             writer.write_table(rows)
             session.progress.advance(len(rows))
     return ExportResult(path=out, num_rows=len(opened), width=width)

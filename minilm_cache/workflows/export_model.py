@@ -17,7 +17,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.deploy.forms import Form, write_form
-from minilm_cache.errors import DeviceError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import DeviceError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
@@ -251,12 +251,8 @@ class _Export:
     def _batches(self, texts: Sequence[Texts], size: int = _BATCH) -> Iterator[dict[str, Tensor]]:
         """Yield texts as a model takes them."""
         self.session.progress.start("read", len(texts), "texts")
-        for first in range(0, len(texts), size):
-            if self.session.should_stop():
-                raise InterruptedRunError(
-                    "interrupted before a model was written. Run the same command again."
-                )
-            part = texts[first : first + size]
+        kept = "interrupted before a model was written. Run the same command again."
+        for part in self.session.parts(texts, size, kept):
             encoded = self.tokenizer(
                 *map(list, zip(*part, strict=True)),
                 padding=True,
@@ -265,7 +261,6 @@ class _Export:
                 return_tensors="pt",
             )
             yield {SEGMENTS: torch.zeros_like(encoded[IDS]), **encoded}
-            self.session.progress.advance(len(part))
 
     @torch.no_grad()
     def _agreement(

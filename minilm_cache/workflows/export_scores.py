@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.student import class_names
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
@@ -110,8 +109,7 @@ def _answers(
 ) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """Yield the texts of each sequence, and the teacher's answer."""
     for sequence, texts in texts_of(cache, numbers):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+        session.stop_if_asked()
         yield texts, sequence.states()[LOGITS][0].tolist()
         session.progress.advance(1)
 

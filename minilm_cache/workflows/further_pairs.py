@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceModel
@@ -101,13 +100,10 @@ def _nearest(
     firsts: Sequence[str], seconds: Sequence[str], encoder: SentenceModel, *, session: Session
 ) -> Iterator[list[int]]:
     """Yield the places of the second texts that are nearest to each first one, the nearest first."""
-    texts, parts = [*firsts, *seconds], list[Tensor]()
+    texts = [*firsts, *seconds]
     session.progress.start("mine", len(texts), "texts")
-    for start in range(0, len(texts), _PART):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: what is complete is kept. Run the same command again.")
-        parts.append(encoder.encode(texts[start : start + _PART]))
-        session.progress.advance(len(parts[-1]))
+    kept = "interrupted: what is complete is kept. Run the same command again."
+    parts = [encoder.encode(part) for part in session.parts(texts, _PART, kept)]
     left, right = torch.cat(parts).tensor_split([len(firsts)])
     at_once = max(1, _MAX_PRODUCTS // len(seconds))
     for start in range(0, len(firsts), at_once):

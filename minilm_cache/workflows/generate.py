@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.files import own_rows, read_own_text
 from minilm_cache.models.decoding import refuse_other_sources
 from minilm_cache.models.device import choose_device, enough_memory
@@ -64,8 +63,7 @@ def generate(
 
     def advance(count: int) -> None:
         session.progress.advance(count)
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+        session.stop_if_asked()
 
     with enough_memory(device, "Take a lower --batch-size"):
         generated = generator.generate(

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.deploy.forms import FORMS, write_form
-from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.exported import FILES, IDS, MASK, SEGMENTS
 from minilm_cache.models.load import check_positions
@@ -391,10 +391,7 @@ class _Space:
         session.progress.start("measure", len(names), "shapes")
         with tempfile.TemporaryDirectory() as scratch:
             for each in names:
-                if session.should_stop():
-                    raise InterruptedRunError(
-                        "interrupted while shapes were measured. Run the same command again."
-                    )
+                session.stop_if_asked("interrupted while shapes were measured. Run the same command again.")
                 shape = self.shapes[each]
                 is_timed = shape.arch in passes
                 with torch.device("meta" if is_timed and form is None else "cpu"):

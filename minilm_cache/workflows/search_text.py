@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from minilm_cache.corpus.load import load_corpus
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
@@ -72,13 +72,7 @@ def search_texts(
     if len(texts) < len(corpus.documents):
         session.progress.note(f"searching the first {len(texts):,} of {len(corpus.documents):,} texts")
     session.progress.start("read", len(texts), "texts")
-    parts = []
-    for first in range(0, len(texts), _PART):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
-        part = texts[first : first + _PART]
-        parts.append(encoder.encode(part, role="document"))
-        session.progress.advance(len(part))
+    parts = [encoder.encode(part, role="document") for part in session.parts(texts, _PART)]
     scores = encoder.encode(questions, role="query") @ torch.cat(parts).T
     best = scores.topk(min(config.top, len(texts)))
     return [

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.load import TaskHead, load_tokenizer, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling, num_map_weights
@@ -124,8 +124,6 @@ def _documents(
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the token ids of documents."""
     session.progress.start("count", len(numbers), "documents")
-    for first in range(0, len(numbers), _BATCH):
-        if session.should_stop():
-            raise InterruptedRunError("interrupted before a model was written. Run the same command again.")
-        yield from tokens.read(numbers[first : first + _BATCH])
-        session.progress.advance(min(_BATCH, len(numbers) - first))
+    kept = "interrupted before a model was written. Run the same command again."
+    for part in session.parts(numbers.tolist(), _BATCH, kept):
+        yield from tokens.read(np.asarray(part, np.int64))
