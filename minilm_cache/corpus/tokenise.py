@@ -5,7 +5,6 @@ A part is written whole or not at all, so an interrupted run resumes with the pa
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +17,6 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from filelock import FileLock
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
@@ -62,11 +60,11 @@ from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import (
     PARTIAL,
+    locked,
     machine_cores,
     new_file,
     remove_abandoned,
     storage_errors,
-    wait_for,
     write_file,
 )
 from minilm_cache.store.remote import RemoteFolder
@@ -134,7 +132,8 @@ def tokenise(
     _refuse_imported_script()
     folder = session.home / "tokens" / address_of(corpus.identity, tokenizer)
     shared = shared_tokens(folder.name)
-    with _building(folder, session):
+    interrupted = "interrupted while another process tokenises this text."
+    with locked(folder / LOCK, should_stop=session.should_stop, interrupted=interrupted):
         tokens = _kept(folder, corpus, tokenizer, session=session)
         if tokens is not None:
             if shared is not None:
@@ -206,19 +205,6 @@ def _refuse_imported_script() -> None:
             "a script that tokenises a large text runs again in each process that tokenises it. Put the call "
             'below `if __name__ == "__main__":`.'
         )
-
-
-@contextmanager
-def _building(folder: Path, session: Session) -> Iterator[None]:
-    """Hold the lock on making a folder of tokens: other processes wait, and find it made."""
-    lock = FileLock(folder / LOCK)
-    with storage_errors("write", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        wait_for(lock, session.should_stop, "interrupted while another process tokenises this text.")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write(

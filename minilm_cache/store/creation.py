@@ -3,10 +3,9 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
-
-from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
 from minilm_cache.session import Session
@@ -15,7 +14,7 @@ from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.checked import digest_bytes, read_checked
-from minilm_cache.store.durable import is_vacant, storage_errors, wait_for, write_file
+from minilm_cache.store.durable import is_vacant, locked, storage_errors, write_file
 from minilm_cache.store.layout import BEGUN, COMMITS, CREATE_LOCK, MANIFEST, below, refuse_other_cache
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 from minilm_cache.wording import differing_values
@@ -45,24 +44,16 @@ def creating(root: Path, session: Session) -> Iterator[None]:
         StorageError: the file system refused.
     """
     path = below(root, CREATE_LOCK)
-    lock = FileLock(path)
     with storage_errors("lock", path):
         if not (root / MANIFEST).exists():
             prepare_root(root)
-        path.parent.mkdir(exist_ok=True)
-        with suppress(Timeout):
-            lock.acquire(timeout=0)
-        if not lock.is_locked:
-            session.progress.note(f"waiting for the process that creates {root}")
-        interrupted = (
-            f"interrupted while another process creates {root}: this one wrote nothing. "
-            "Run the same command again."
-        )
-        wait_for(lock, session.should_stop, interrupted)
-    try:
+    interrupted = (
+        f"interrupted while another process creates {root}: this one wrote nothing. "
+        "Run the same command again."
+    )
+    note = partial(session.progress.note, f"waiting for the process that creates {root}")
+    with locked(path, should_stop=session.should_stop, interrupted=interrupted, waits=note):
         yield
-    finally:
-        lock.release()
 
 
 def differing_fields(existing: CacheManifest, expected: CacheManifest) -> list[str]:

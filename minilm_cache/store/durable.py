@@ -8,7 +8,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
@@ -25,7 +25,7 @@ from minilm_cache.errors import (
     StorageError,
     remedy_of,
 )
-from minilm_cache.session import ShouldStop
+from minilm_cache.session import ShouldStop, never_stop
 from minilm_cache.settings import refuse_url
 from minilm_cache.storage_schema.base import REMEDY
 
@@ -139,31 +139,38 @@ def refuse_full_disk(folder: Path, num_bytes: int, doing: str) -> None:
         )
 
 
-def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
-    """Acquire a lock that another process may hold.
-
-    Raises:
-        InterruptedRunError: a stop was requested in the meantime; its message is `interrupted`.
-    """
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=_LOCK_POLL_S)
-        except Timeout:
-            if should_stop():
-                raise InterruptedRunError(interrupted) from None
-
-
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(
+    path: Path,
+    *,
+    should_stop: ShouldStop = never_stop,
+    interrupted: str = "",
+    waits: Callable[[], None] | None = None,
+) -> Iterator[None]:
     """Hold a lock for a block, after waiting for the process that holds it.
 
+    Args:
+        path: file of the lock.
+        should_stop: asked while this process waits; True ends the wait.
+        interrupted: message of the error then.
+        waits: called once if this process has to wait. None means that nothing is called.
+
     Raises:
+        InterruptedRunError: a stop was requested.
         StorageError: the file system refused.
     """
-    lock = FileLock(path)
+    lock, poll_s = FileLock(path), 0.0
     with storage_errors("lock", path):
-        path.parent.mkdir(exist_ok=True)
-        lock.acquire()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=poll_s)
+            except Timeout:
+                if waits is not None and poll_s == 0:
+                    waits()
+                if should_stop():
+                    raise InterruptedRunError(interrupted) from None
+                poll_s = _LOCK_POLL_S
     try:
         yield
     finally:

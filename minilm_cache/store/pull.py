@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock
-
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheNotFoundError,
@@ -28,12 +26,12 @@ from minilm_cache.store.checked import MAX_WEIGHTS_BYTES, Hasher, checked_file, 
 from minilm_cache.store.durable import (
     PARTIAL,
     is_vacant,
+    locked,
     new_file,
     refuse_full_disk,
     remove_partials,
     storage_errors,
     sync_directories,
-    wait_for,
     write_file,
 )
 from minilm_cache.store.index import open_shards, parse_record, read_ranges, refuse_large_index
@@ -70,8 +68,13 @@ def pull(url: str, out: Path, *, session: Session) -> TransferResult:
         raise InvalidConfigError(f"--out {out}: it is a loop of links. Choose another folder.") from error
     source = open_store(url)
     manifest = named_manifest(source)
-    with _pull_lock(out, session):
-        return _pull(source, manifest, out=out, session=session)
+    lock = out.with_name(f".{out.name}.pull.lock")
+    interrupted = f"interrupted while another process pulls into {out}. Run the same command again."
+    with locked(lock, should_stop=session.should_stop, interrupted=interrupted):
+        result = _pull(source, manifest, out=out, session=session)
+        # A process that then gets the lock on the removed file finds the cache complete.
+        lock.unlink(missing_ok=True)
+        return result
 
 
 def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: Session) -> TransferResult:
@@ -232,23 +235,6 @@ def _is_sound(root: Path) -> bool:
     except MiniLMCacheError:
         return False
     return True
-
-
-@contextmanager
-def _pull_lock(out: Path, session: Session) -> Iterator[None]:
-    """Wait until no other process pulls into a folder, and hold its lock meanwhile."""
-    path = out.with_name(f".{out.name}.pull.lock")
-    with storage_errors("lock", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
-        interrupted = f"interrupted while another process pulls into {out}. Run the same command again."
-        wait_for(lock, session.should_stop, interrupted)
-    try:
-        yield
-        # A process that then gets the lock on the removed file finds the cache complete.
-        path.unlink(missing_ok=True)
-    finally:
-        lock.release()
 
 
 class Fetcher:

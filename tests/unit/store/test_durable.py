@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
-from minilm_cache.session import never_stop
 from minilm_cache.store.durable import (
     create_file,
     is_vacant,
     link_file,
+    lock_if_free,
+    locked,
     new_file,
     new_folder,
     read_bounded,
@@ -27,7 +28,6 @@ from minilm_cache.store.durable import (
     remove_abandoned,
     storage_errors,
     sync_directories,
-    wait_for,
     write_file,
 )
 from tests.unit.store.support import failing_sync, partials
@@ -269,39 +269,35 @@ def test_other_errors_pass_as_they_are(tmp_path: Path, error: Exception) -> None
     assert caught.value is error
 
 
-def at_once(lock: FileLock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a lock that is held be told at once, so that no test waits."""
-    acquire = lock.acquire
-    monkeypatch.setattr(lock, "acquire", lambda timeout: acquire(timeout=0))
-
-
 def test_a_wait_for_a_lock_ends_when_it_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, waiter = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    at_once(waiter, monkeypatch)
+    monkeypatch.setattr("minilm_cache.store.durable._LOCK_POLL_S", 0.01)
+    path, holder = tmp_path / "new" / "lock", FileLock(tmp_path / "new" / "lock")
+    path.parent.mkdir()
     holder.acquire()
-    asked: list[bool] = []
+    asked: list[str] = []
 
     def release_at_third() -> bool:
-        asked.append(waiter.is_locked)
-        if len(asked) == 3:
+        asked.append("stop?")
+        if len(asked) == 4:
             holder.release()
         return False
 
-    wait_for(waiter, release_at_third, "interrupted")
+    with locked(path, should_stop=release_at_third, waits=lambda: asked.append("waits")):
+        assert asked == ["waits", *["stop?"] * 3]
+        assert lock_if_free(path) is None
+    with locked(path, waits=lambda: asked.append("waits again")):
+        assert len(asked) == 4
 
-    assert asked == [False] * 3
-    assert waiter.is_locked
-    wait_for(waiter, never_stop, "interrupted")  # held already
-    waiter.release()
 
-
-def test_a_wait_for_a_lock_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiter = FileLock(tmp_path / "lock")
-    at_once(waiter, monkeypatch)
-    with FileLock(tmp_path / "lock"), pytest.raises(InterruptedRunError, match="what to say"):
-        wait_for(waiter, lambda: True, "what to say")
-
-    assert not waiter.is_locked
+def test_a_wait_for_a_lock_can_be_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with (
+        FileLock(path),
+        pytest.raises(InterruptedRunError, match="what to say"),
+        locked(path, should_stop=lambda: True, interrupted="what to say"),
+    ):
+        pass
+    assert lock_if_free(path) is not None
 
 
 def test_what_exists_is_refused_and_what_does_not_is_not(tmp_path: Path) -> None:
