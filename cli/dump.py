@@ -33,7 +33,7 @@ from minilm_cache.cli.options import (
 )
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.config import COMPARING
 from minilm_cache.session import Session
@@ -203,6 +203,9 @@ def _print(result: "DumpResult", config: DumpConfig) -> None:
     bound = max_kl_in_words(manifest)
     if bound is not None:
         print_pairs({"KL bound": bound})
+    beyond = states_in_words(manifest)
+    if beyond is not None:
+        print_pairs({"bounds of states": beyond})
     objective = _served(manifest, config)
     if manifest.complete and objective is not None:
         teacher = manifest.identity.teacher

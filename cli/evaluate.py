@@ -238,6 +238,7 @@ def embeddings(
     """Score embeddings against a teacher's, against people's, and by what they find in data of your own.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
+
     Example: minilm-cache embeddings mini RUN --retrieval questions.jsonl
     """
     config = validated(EmbeddingsConfig, given)

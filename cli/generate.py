@@ -36,6 +36,7 @@ def generate(
     """Generate texts from texts: questions, summaries, or what the model was fine-tuned for.
 
     Example: minilm-cache generate TRIAL/model "Paris is the capital of France." --answer Paris
+
     Example: minilm-cache generate TRIAL/model --file passages.jsonl --out questions.jsonl
     """
     config = validated(GenerateConfig, given)

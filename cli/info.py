@@ -12,7 +12,7 @@ from minilm_cache.cli.environment import chosen_place, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
-from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, validated
@@ -146,6 +146,9 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
     bound = max_kl_in_words(manifest)
     if bound is not None:
         pairs["KL bound"] = bound
+    beyond = states_in_words(manifest)
+    if beyond is not None:
+        pairs["bounds of states"] = beyond
     if manifest.measured is not None:
         measured = manifest.measured
         pairs["size of shards"] = (

@@ -79,7 +79,10 @@ _OTHERWISE_NAMED: dict[Callable[..., None], str] = {cut: "slice", import_file: "
 """Commands whose names are words of Python's own."""
 for command in _COMMANDS:
     summary = (command.__doc__ or "").partition("\n")[0]  # typer would cut it off where the line ends
-    app.command(_OTHERWISE_NAMED.get(command), cls=GroupedCommand, short_help=summary)(command)
+    has_all = not hasattr(command, "common")  # its `-h` shows every option
+    named = {"help_option_names": ["-h", "--help", *["--help-all"] * has_all]}
+    name = _OTHERWISE_NAMED.get(command)
+    app.command(name, cls=GroupedCommand, short_help=summary, context_settings=named)(command)
 
 
 def _print_version(is_requested: bool | None) -> None:
@@ -143,7 +146,7 @@ def _refuse_slips(arguments: Sequence[str]) -> None:
                 f"what follows {arguments[place - 1]}" if place else "the command"
             )
             raise InvalidConfigError(
-                f"{where} is empty, as a shell variable is that was never set. Give a value, or leave it out."
+                f"{where} is empty, like a shell variable that was never set. Give a value, or leave it out."
             )
         slip = _ONE_SLASH.fullmatch(argument)
         if slip is not None:

@@ -351,9 +351,10 @@ def asked_vocabulary(value: str) -> Asked:
         return Asked(None, None)
     file = Path(value)
     if not file.is_file() and not (file / "tokenizer.json").is_file():
+        problem = "this folder is no model" if file.is_dir() else "there is no such file"
         raise InvalidConfigError(
-            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, a file that lists one "
-            "a line, or the folder of a model that has them."
+            f"--vocab {value}: {problem}. Give a number of pieces like 8k, a file that lists one "
+            "a line, or the folder of a model that has them, such as RUN/students/3x384."
         )
     return Asked(None, file)
 
@@ -365,8 +366,8 @@ class TrimConfig(RevisionSettings, CorpusSettings):
     model: str
     """The model: `mini`, a folder such as RUN/students/3x384, or a hub id."""
     vocab: str = "texts"
-    """Pieces to keep: all that the text has (`texts`), a number of them like 8k, the most frequent ones, a
-    file that lists one a line, or the folder of a model that has them."""
+    """Pieces to keep: all that the text has (`texts`), a number like 8k for the most frequent ones, a file
+    with one a line, or the folder of a model that has them."""
 
     @model_validator(mode="after")
     def _keeps_pieces_of_texts(self) -> "TrimConfig":

@@ -301,27 +301,33 @@ def _coarsest_step(
 ) -> FittedCodec:
     """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm.
 
-    Where no step keeps them, it is the code of the finest step that was tried.
+    Where no step keeps them, it is the code with the least KL of those that were tried: the finest steps of
+    all make codes that are too large to be kept, and are worse again.
     """
     analysis, synthesis = _components(moments, weight)
     # An error of a step in every component costs step**2 / 12 each, to second order.
     guess = math.sqrt(12 * max_kl * MARGIN / len(analysis))
     low, high = guess / 16, guess * 16
+    tried: list[FittedCodec] = []
+
+    def fitted(step: float) -> float:
+        """Note the code of a step, and return its greater KL."""
+        codec = _codec(moments, analysis / step, synthesis * step)
+        tried.append(FittedCodec(codec=codec, kl=measured_kl(codec, check)))
+        return max(tried[-1].kl.values())
+
     best: FittedCodec | None = None
     for _ in range(_STEP_ROUNDS):
         if should_stop():
             raise InterruptedRunError(INTERRUPTED)
         step = math.sqrt(low * high)
-        codec = _codec(moments, analysis / step, synthesis * step)
-        kl = measured_kl(codec, check)
-        if max(kl.values()) <= max_kl * MARGIN:
-            best, low = FittedCodec(codec=codec, kl=kl), step
+        if fitted(step) <= max_kl * MARGIN:
+            best, low = tried[-1], step
         else:
             high = step
     if best is None:
-        codec = _codec(moments, analysis / low, synthesis * low)
-        best = FittedCodec(codec=codec, kl=measured_kl(codec, check))
-    return best
+        fitted(low)
+    return best or min(tried, key=lambda each: max(each.kl.values()))
 
 
 def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCodec:

@@ -192,6 +192,8 @@ def text_of(row: Mapping[str, Any], name: str, where: str) -> str:
         CorpusError: it is missing, empty or no text.
     """
     value = row.get(name)
+    if name == "_id" and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # some files have numbers for names
     if not isinstance(value, str) or not value.strip():
         raise CorpusError(
             f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}. Add it or remove "

@@ -81,8 +81,14 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
             )
         return [judgements]
     files = [file for file in _visible(path) if _is_text(file) and not judged_files(file)]
+    broken = next((file for file in files if not file.exists()), None)
+    if broken is not None:
+        raise CorpusError(f"corpus {path}: {broken} is a link to a file that does not exist. Remove it.")
     if not files:
-        raise CorpusError(f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder.")
+        raise CorpusError(
+            f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder. A README.md and linked "
+            "folders are not read."
+        )
     return files
 
 
@@ -117,13 +123,13 @@ def lines_hint(name: str, documents: str) -> str:
 
 
 def num_skipped(name: str) -> int:
-    """Return how many files of a folder that is a corpus are not read, because they are of other kinds."""
+    """Return how many files and linked folders of a folder that is a corpus are not read."""
     return sum(not _is_text(file) for file in _visible(Path(name)))
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return the files below a folder that are not hidden, sorted."""
-    files = (file for file in folder.rglob("*") if file.is_file())
+    """Return the files and links below a folder that are not hidden, sorted."""
+    files = (file for file in folder.rglob("*") if file.is_file() or file.is_symlink())
     return sorted(
         file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
@@ -131,7 +137,7 @@ def _visible(folder: Path) -> list[Path]:
 
 def _is_text(file: Path) -> bool:
     """Return whether a file of a folder is read; a README.md describes the folder and is not."""
-    return file.suffix in KNOWN and file.name != "README.md"
+    return file.suffix in KNOWN and file.name != "README.md" and not file.is_dir()
 
 
 def parts_of_hub_name(name: str) -> tuple[str, str | None, str]:

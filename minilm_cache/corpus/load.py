@@ -37,7 +37,7 @@ from minilm_cache.corpus.formats import (
     parts_of_hub_name,
     separated_otherwise,
 )
-from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
+from minilm_cache.corpus.pairs import Known, PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
     COPIES_OF,
@@ -182,6 +182,7 @@ _ARROW_VERSION: Final = "texts 2"
 """Version of how texts are read: notes and Arrow files of others are not used."""
 _TEXTS: Final = pa.schema([("text", pa.string()), (COPIES_OF, pa.string())])
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
+_NO_COLUMNS: Final = "--text-column {column}: {name} is plain text, which has no columns. Leave it out."
 _CHANGED: Final = "corpus {name} changed while it was read. Run the same command again."
 
 
@@ -348,10 +349,10 @@ class _Reading(NamedTuple):
         """Return files of records, and those that records of judgements are read from."""
         return [*paths, *(each for path in paths if self.pair is not None for each in judged_files(path))]
 
-    def records(self, file: Path) -> Iterator[Record]:
-        """Yield the records of a file, with their prompts."""
+    def records(self, file: Path, known: Known) -> Iterator[Record]:
+        """Yield the records of a file, with their prompts; `known` are the pairs of the files before."""
         if self.pair is not None:
-            yield from read_pairs(file, self.pair)
+            yield from read_pairs(file, self.pair, known)
             return
         roles, column = self.roles, None if self.roles is None else self.roles.column
         found = read_records(file, self.text_column, self.documents, role_column=column)
@@ -377,7 +378,10 @@ def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name
 
 def _columns(text_column: str | None) -> list[str]:
     """Return the names of the columns that are asked for."""
-    return [part.strip() for part in (text_column or "text").split(",")]
+    names = [part.strip() for part in (text_column or "text").split(",")]
+    if len(set(names)) < len(names):
+        raise InvalidConfigError(f"--text-column {text_column}: a column is named twice. Name it once.")
+    return names
 
 
 @contextmanager
@@ -430,15 +434,16 @@ def _source_files(
     """
     if name == PYTHON_DOCS:
         if text_column is not None:
-            raise InvalidConfigError(
-                f"--text-column {text_column}: {PYTHON_DOCS} has no columns. Leave it out."
-            )
+            raise InvalidConfigError(_NO_COLUMNS.format(column=text_column, name=name))
         return python_files()
     if hub is not None:
         return [Path(file["filename"]) for file in hub.cache_files]
     files = corpus_files(Path(name), pairs=pairs is not None)
-    if documents == "lines" and all(file.suffix not in TEXT for file in files):
+    are_texts = [file.suffix in TEXT for file in files]
+    if documents == "lines" and not any(are_texts):
         raise InvalidConfigError(_NO_LINES.format(name=name))
+    if text_column is not None and all(are_texts):
+        raise InvalidConfigError(_NO_COLUMNS.format(column=text_column, name=name))
     return files
 
 
@@ -481,9 +486,10 @@ def _copies_mark(arrow: Path) -> Path:
 def _batches(files: Sequence[Path], reading: _Reading) -> Iterator[list[Record]]:
     """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
     batch: list[Record] = []
+    known: Known = {}
     size = 0
     for file in [file for file in files if len(files) == 1 or file.stat().st_size]:
-        for record in reading.records(file):
+        for record in reading.records(file, known):
             batch.append(record)
             size += len(record.text)
             if len(batch) == _BATCH or size >= _BATCH_CHARS:

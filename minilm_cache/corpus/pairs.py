@@ -89,18 +89,19 @@ class PairColumns(NamedTuple):
         return self.seen(None if first is None else first[1])
 
 
-def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
+def read_pairs(file: Path, columns: PairColumns, known: Known | None = None) -> Iterator[Record]:
     """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
 
     Args:
         file: a .jsonl, .csv, .tsv or .parquet file, or judgements in BEIR's layout.
         columns: columns of the texts.
+        known: pairs that were read before, of other files; those of this one are added. None means none.
 
     Raises:
         CorpusError: the file is empty or broken, lacks a column, or a record lacks a text or a score.
     """
     _refuse_text(file, columns)
-    known: Known = {}
+    known = {} if known is None else known
     for where, row in _rows(file, columns):
         yield from pairs_of(row, columns, f"{where} of {file}", known=known)
 

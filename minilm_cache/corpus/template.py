@@ -164,9 +164,10 @@ def packing_of(
         num_special = len(pair.before) + len(pair.between) + len(pair.after)
     if max_length < num_special + (1 if pair is None else 2):
         raise InvalidConfigError(
-            f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger "
-            f"one."
+            f"--max-length {max_length} leaves no room for text after {num_special} special tokens. Choose "
+            "a larger one."
         )
+    refuse_long_prompt(tokenizer, prompt, room=max_length - num_special)
     return Packing(
         mode=mode,
         max_length=max_length,
@@ -177,6 +178,16 @@ def packing_of(
         prompt=prompt,
         pair=pair,
     )
+
+
+def refuse_long_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None, *, room: int) -> None:
+    """Raise InvalidConfigError for a prompt that leaves no room for a text."""
+    num_tokens = 0 if prompt is None else len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if num_tokens >= room:
+        raise InvalidConfigError(
+            f"the prompt {str(prompt)[:40]!r} takes {num_tokens} tokens, and --max-length leaves room for "
+            f"{room}. Give a shorter one (--prompt, --prompt-name), or a greater --max-length."
+        )
 
 
 def _unusable(tokenizer: PreTrainedTokenizerFast, what: str) -> TeacherError:

@@ -34,9 +34,9 @@ class ExportModelConfig(RevisionSettings, ColumnSettings):
     texts: Annotated[int, Field(ge=8, le=100_000)] = 256
     """Most texts that the export is fitted to, and as many others that it is judged by."""
     min_cosine: Annotated[float, Field(ge=-1, le=1)] = 0.99
-    """Least mean cosine of the texts' vectors with those of the model itself; of a classifier or a
-    cross-encoder, the cosine of its centred answers to all texts, which for one score is their correlation.
-    Below it nothing is written."""
+    """Least mean cosine of the export's vectors with the model's own. For a classifier or a cross-encoder:
+    the cosine of all centred answers, which for one score is their correlation. Below it nothing is
+    written."""
     retrieval: Path | None = None
     """Retrieval data of your own that nDCG@10 is measured on, before and after: a .jsonl file of `question`
     and `answer`, or a folder in BEIR's layout. None means that it is not measured."""

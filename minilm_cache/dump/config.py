@@ -71,16 +71,19 @@ class TextSettings(SequenceSettings):
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Prompt of the teacher's own to put before every text, such as `query` or `document`; `none` leaves its
-    default out. None means its default, which most teachers do not have."""
+    """Name of the teacher's prompt to put before every text, such as `query` or `document`, or `none` for no
+    prompt. None means its default, which most teachers do not have."""
     role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Column of records that names the prompt of the teacher's own that each text gets, such as `query` or
-    `document`; where it is empty, a text gets none. None means that all texts get the same."""
+    """Column of records with the name of each text's prompt, such as `query` or `document`; empty means no
+    prompt. None means that all texts get the same."""
 
     @model_validator(mode="after")
     def _pairs_are_of_columns(self) -> "TextSettings":
         if (self.packing == "pairs") != (self.pair_columns is not None):
-            raise ValueError("--packing pairs goes with --pair-columns, and only with it")
+            given = "--packing pairs" if self.packing == "pairs" else f"--packing {self.packing}"
+            goes = "goes" if self.packing == "pairs" else "does not go"
+            also = ", and only with it" if self.packing == "pairs" else ", which make sequences of pairs"
+            raise ValueError(f"{given} {goes} with --pair-columns{also}")
         if self.truncation is not None and self.pair_columns is None:
             raise ValueError("--truncation goes with --pair-columns: of one text the end is cut")
         return self
@@ -181,8 +184,8 @@ class StateSettings(FrozenSettings):
     pooled: bool = False
     """Store one vector of each sequence, as the teacher pools its last hidden states."""
     pooling: PoolingMode | None = None
-    """How a teacher pools whose folder has no modules.json of sentence-transformers: `mean`, `cls` (the first
-    token), `max` or `lasttoken`. None means as the folder says."""
+    """How a teacher without a modules.json pools: `mean`, `cls` (the first token), `max` or `lasttoken`. None
+    means as its folder says, and an error where it says nothing."""
     min_cosine: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="Least mean cosine of stored pooled vectors with the teacher's. "

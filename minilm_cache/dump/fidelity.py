@@ -28,6 +28,23 @@ def max_kl_in_words(manifest: CacheManifest) -> str | None:
     )
 
 
+def states_in_words(manifest: CacheManifest) -> str | None:
+    """Return which states are less exact on held-out sequences than was asked; None where none is."""
+    states, measured = manifest.identity.states, manifest.measured
+    if states is None or measured is None:
+        return None
+    most, least = states.max_error, None if states.pooled is None else states.pooled.min_cosine
+    beyond = []
+    for each in measured.states:
+        if most is not None and each.relative_error is not None and each.relative_error > most:
+            beyond.append(f"{each.path} has an error of {each.relative_error:.4f} (--max-error {most:g})")
+        if least is not None and each.cosine is not None and each.cosine < least:
+            beyond.append(f"{each.path} has a cosine of {each.cosine:.5f} (--min-cosine {least:g})")
+    if not beyond:
+        return None
+    return f"{', '.join(beyond)} on {manifest.measured_on}; they hold where the code was fitted"
+
+
 def verdict(manifest: CacheManifest) -> str | None:
     """Return how students of a cache end, in words.
 

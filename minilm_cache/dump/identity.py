@@ -9,7 +9,7 @@ from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.records import Roles
 from minilm_cache.corpus.sequences import SHARE, SequenceTable
-from minilm_cache.corpus.template import packing_of
+from minilm_cache.corpus.template import packing_of, refuse_long_prompt
 from minilm_cache.dump.config import (
     DEFAULT_K,
     DEFAULT_LABEL_K,
@@ -85,6 +85,8 @@ def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
             f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling (include_prompt), "
             "which is not done here. Take another teacher, or texts without a prompt."
         )
+    for each in () if roles is None else roles.prompts.values():
+        refuse_long_prompt(teacher.tokenizer, each, room=config.max_length)
     corpus = load_corpus(
         config.corpus,
         config.text_column,

@@ -265,7 +265,9 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
     )
     _refuse_no_comparison(config, teacher, corpus)
     if skipped := num_skipped(config.corpus):
-        session.progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
+        session.progress.note(
+            f"{config.corpus}: {counted(skipped, 'file')} of other kinds, or linked folders, skipped"
+        )
     return teacher, corpus
 
 

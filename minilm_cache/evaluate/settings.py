@@ -257,9 +257,9 @@ class MineConfig(OwnDataSettings):
     """Settings of a search for hard negatives."""
 
     negatives: Annotated[int, Field(ge=1, le=1000)] = 7
-    """Documents that are not right, of each query."""
+    """Negatives (documents that are not right) of each query."""
     among: Annotated[int, Field(ge=1, le=10_000)] = 50
-    """Nearest documents that negatives are drawn from; as many as `--negatives` takes the nearest ones."""
+    """Number of nearest documents to draw negatives from; the value of `--negatives` takes them all."""
     margin: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Least share by which a negative's cosine is below that of the right document (the farthest one, where
     there are several), like 0.05: what is nearer may be right, too, without a mark. None means that all are

@@ -39,8 +39,8 @@ def refuse_answers(folder: Path, name: str) -> None:
     """Raise InvalidConfigError for a model that gives answers to a task, and no vectors of texts."""
     if is_classifier(read_config(folder)) or load_pooled_head(folder) is not None:
         raise InvalidConfigError(
-            f"{name} was fine-tuned to answer a task: what it gives of a text are classes or values, and no "
-            "vector. Take a sentence encoder; evaluate --as-is and rerank score models that answer."
+            f"{name} was fine-tuned to answer a task: it gives classes or values, not a vector. Take a "
+            "sentence encoder; evaluate --as-is and rerank score models that answer."
         )
 
 

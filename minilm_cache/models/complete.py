@@ -340,7 +340,7 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
             continue
         lower = " Give texts in lower case, and set it to false." if key == "do_lower_case" else ""
         raise TeacherError(
-            f"{file} sets {key} to {str(value)[:60]}, and texts are not read so here.{lower} Take another "
+            f"{file} sets {key} to {str(value)[:60]}, which is not done here.{lower} Take another "
             "teacher, or remove the setting from a copy of its folder."
         )
 

@@ -60,7 +60,7 @@ class DecodingOptions(FrozenSettings):
     max_new_tokens: _Tokens | None = None
     """Most tokens of a generated text. None means the task's own, or what the model was tuned for."""
     min_new_tokens: _Few | None = None
-    """Fewest tokens of it. None means the task's own, or what the model was tuned for."""
+    """Fewest tokens of a generated text. None means the task's own, or what the model was tuned for."""
     num_beams: _Beams | None = None
     """Beams of the search; 1 is greedy decoding. None means the task's own, or what the model was tuned
     for."""

@@ -160,9 +160,11 @@ class Pieces:
                 vocab = load_tokenizer(file, has_ends=False).get_vocab()
                 lines = sorted(vocab, key=lambda piece: vocab[piece])
             else:
-                lines = file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
+                lines = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeError) as error:
             raise InvalidConfigError(f"--vocab {file}: {first_line(error)}. Give a text in UTF-8.") from error
+        if not any(lines):
+            raise InvalidConfigError(f"--vocab {file} names no piece. Write one a line.")
         known, kept = self.tokenizer.get_vocab(), set(self.always)
         for number, piece in enumerate(lines, 1):
             if piece and piece not in known:

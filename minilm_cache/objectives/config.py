@@ -116,8 +116,8 @@ class ObjectiveFields(FrozenSettings):
         Field(max_length=16),
         Shown("m{}", "widths {}", ", "),
     ] = ()
-    """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
-    repeat it for several."""
+    """Shorter width of `embedding`: this many first dimensions of a vector shall be an embedding, too; repeat
+    it for several."""
     also: Annotated[tuple[str, ...], Field(max_length=16), Shown("also-{}", "with {}", ", ")] = ()
     """Caches of other teachers over the same texts, whose vectors students of `embedding` learn together with
     this cache's. Repeat it for several. None means none."""

@@ -101,7 +101,7 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
     if len(labels) != num_texts:
         raise InvalidConfigError(
             f"--own-labels {file} has {len(labels):,} records, and {manifest.labels.corpus} has "
-            f"{num_texts:,} texts, as where a record has none. Give each text a record."
+            f"{num_texts:,} texts: some records have no text. Give each text a record."
         )
     if np.isnan(labels).all():
         raise InvalidConfigError(
@@ -121,7 +121,7 @@ def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
     }
     for what, is_so in several.items():
         if is_so:
-            raise InvalidConfigError(f"--own-labels: in this cache {what}, which labels are not read for.")
+            raise InvalidConfigError(f"--own-labels: in this cache {what}, and labels cannot be read then.")
     corpus = load_corpus(str(file), labels.text_column, pair_columns=labels.pair_columns, home=home)
     if corpus.identity.sha256 != manifest.texts_sha256:
         raise InvalidConfigError(

@@ -226,10 +226,13 @@ def load_best(folder: Path, trainer: StudentTrainer, state: RunState) -> None:
 
 
 def _unusable(file: Path, error: Exception) -> IdentityMismatchError:
-    return IdentityMismatchError(
-        f"checkpoint {file} cannot be used: {first_line(error)}. Remove the run's folder to start over, or "
-        "choose another --out."
-    )
+    """Return the error of a file of a state; an older state that is there is named as a remedy."""
+    state = next((path for path in (file, *file.parents) if path.name.startswith("step-")), None)
+    older = [] if state is None else [each for each in state.parent.glob("step-[0-9]*") if each < state]
+    remedy = "Remove the run's folder to start over, or choose another --out."
+    if older:
+        remedy = f"Remove {state}: the run then goes on from {max(older).name}. Or choose another --out."
+    return IdentityMismatchError(f"checkpoint {file} cannot be used: {first_line(error)}. {remedy}")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -90,8 +90,8 @@ class RecipeSettings(FrozenSettings):
 
     vocab: str | None = None
     """Pieces of the teacher's vocabulary that students have: those of the cache's training sequences
-    (`cache`), a number of them like 8k, the most frequent ones, a file that lists one a line, or the folder
-    of a student that has them. None means all of them."""
+    (`cache`), a number like 8k for the most frequent ones, a file with one a line, or the folder of a student
+    that has them. None means all of them."""
 
 
 class ComputeSettings(DeviceSettings):

@@ -40,7 +40,7 @@ from minilm_cache.train.config import (
     refuse_no_beginning,
 )
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.record import ANOTHER_MODEL
+from minilm_cache.train.record import ANOTHER_MODEL, load_record, refuse_other_weights
 from minilm_cache.train.vocabulary import student_vocabulary
 
 
@@ -447,6 +447,7 @@ class _FromTeacher:
             teacher = self.weights.config
         if init == TEACHER_LAYERS:
             layers = layers_for(shape, teacher.num_hidden_layers, self.config.init_layers)
+            _refuse_other_sizes(shape, teacher)
             source = [self.weights.sha256, *([self.weights.config_sha256] if self.weights.is_donor else [])]
             return LayerWeights(
                 kind=ANOTHER_MODEL if self.weights.is_donor else init,
@@ -480,10 +481,22 @@ class _FromTeacher:
         return check_cut(shape, teacher, self.config.init_layers)
 
 
+def _refuse_other_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
+    """Raise InvalidConfigError for a shape that layers of the teacher do not fit into unchanged."""
+    size = getattr(teacher, "intermediate_size", None) or shape.ffn_size
+    if (shape.hidden_size, shape.ffn_size) != (teacher.hidden_size, size):
+        raise InvalidConfigError(
+            f"--init {TEACHER_LAYERS}: {shape.arch} has a width of {shape.hidden_size} and a feed-forward size "
+            f"of {shape.ffn_size}, and the teacher's layers have {teacher.hidden_size} and {size}. Take --arch "
+            f"{shape.num_layers}x{teacher.hidden_size}:ff{size}, or --init {SLICE}."
+        )
+
+
 def _model_folder(folder: Path, arch: str) -> Path:
     """Return the folder of a run's student of this shape, or the folder itself if it is not a run."""
     if not is_run(folder):
         return folder
+    refuse_other_weights(folder, load_record(folder))
     student_folder = RunFolder(path=folder).student(arch)
     if not student_folder.is_dir():
         raise InvalidConfigError(

@@ -353,19 +353,27 @@ def refuse_other_weights(folder: Path, record: RunRecord) -> None:
 
     Args:
         folder: folder of the run.
-        record: record of the run.
+        record: record of the run. Students whose folders are gone are not looked at.
 
     Raises:
-        TeacherError: a student has no weights.
+        TeacherError: the folder of a student has no weights.
     """
     for student in record.students:
-        if student.diverged_at is None and student.weights_sha256 is not None:
-            path = RunFolder(path=folder).student(student.arch)
-            if weights_sha256(path) != student.weights_sha256:
-                raise IdentityMismatchError(
-                    f"{path} has other weights than those that the run has written, so its recorded losses "
-                    "are not theirs. Put the weights back, or train again with another --out."
-                )
+        path = RunFolder(path=folder).student(student.arch)
+        expected = student.weights_sha256
+        if expected is not None and path.is_dir() and weights_sha256(path) != expected:
+            raise IdentityMismatchError(
+                f"{path} has other weights than those that the run has written, so its recorded losses are "
+                "not theirs. Put them back; or move that folder away and run the same `minilm-cache train` "
+                "again, which writes it from the state that the run keeps."
+            )
+
+
+def lost_students(folder: Path, record: RunRecord) -> list[Path]:
+    """Return the folders that a complete run has written and that are gone."""
+    trained = (student for student in record.students if student.diverged_at is None)
+    paths = (RunFolder(path=folder).student(student.arch) for student in trained)
+    return [path for path in paths if not path.is_dir()]
 
 
 def has_trained_nothing(folder: Path, record: RunRecord) -> bool:

@@ -109,8 +109,9 @@ def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRec
         return None
     if not (RunFolder(path=folder).checkpoints / state_name(before)).is_dir():
         raise IdentityMismatchError(
-            f"{folder} holds a run of {before:,} steps that is over, and its state was not kept "
-            f"(--keep-checkpoints 0). Go on from its students with --init {folder} and another --out."
+            f"{folder} holds a run of {before:,} steps that is over, and the state of its last step is not "
+            f"there (as with --keep-checkpoints 0). Go on from its students with --init {folder} and another "
+            "--out."
         )
     changes = {"identity": identity, "complete": False, "continued_at": (*record.continued_at, before)}
     return record.model_copy(update=changes)

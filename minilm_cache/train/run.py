@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.template import template_of
-from minilm_cache.errors import InvalidConfigError, StorageError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.inputs import query_numbers
@@ -26,9 +26,15 @@ from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer, save_student
-from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
+from minilm_cache.train.checkpoint import (
+    RunState,
+    load_best,
+    load_state,
+    load_students,
+    remove_checkpoints,
+)
 from minilm_cache.train.config import TrainConfig, first_config
-from minilm_cache.train.folder import RunFolder
+from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
@@ -39,6 +45,8 @@ from minilm_cache.train.record import (
     RunRecord,
     StudentRecord,
     VocabularyRecord,
+    lost_students,
+    refuse_other_weights,
     run_recipe,
     write_record,
 )
@@ -244,7 +252,7 @@ def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens
         rows = (segment.rows_of("tokens", number) for segment, number in cache.reader.sequences(looked_at))
         if len(query_numbers(rows, pair).unique()) == len(looked_at):
             raise InvalidConfigError(
-                f"the first {len(looked_at):,} pairs of this cache are of as many queries, and this "
+                f"the first {len(looked_at):,} pairs of this cache have as many queries, and this "
                 "objective compares the documents of a query. Dump queries with several documents "
                 "(minilm-cache mine adds near ones that are not right), or take --objective score."
             )
@@ -322,7 +330,7 @@ class _Run:
         ranks.barrier()  # now the first process holds the lock of the folder
         earlier = read_record(folder.path, self.identity)
         ranks.barrier()  # no process writes before all have read the record
-        if earlier is not None and earlier.complete:
+        if earlier is not None and earlier.complete and not self._lost(earlier, session):
             session.progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
@@ -345,6 +353,8 @@ class _Run:
                 )
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
+        if not state.step:  # an extension whose state is gone begins anew
+            record = record.model_copy(update={"continued_at": ()})
         if record.continued_at[-1:] == (state.step,):
             self._write(record)  # so that an interrupted run goes on to the larger number of steps
             session.progress.note(
@@ -367,6 +377,23 @@ class _Run:
             )
             tokens_per_s = loop.run(self.batches(graphs), plan)
         return self._result(self.finish(record, trainers, state), tokens_per_s)
+
+    def _lost(self, record: RunRecord, session: Session) -> bool:
+        """Return whether students of the complete run are gone, and can be written from its last state.
+
+        Raises:
+            IdentityMismatchError: they are gone and the state is, too; or they have other weights.
+        """
+        refuse_other_weights(self.folder.path, record)
+        lost = lost_students(self.folder.path, record)
+        if lost and not (self.folder.checkpoints / state_name(record.identity.steps)).is_dir():
+            raise IdentityMismatchError(
+                f"{lost[0]} is gone, and this run keeps no state to write it from. Train again with another "
+                "--out."
+            )
+        if lost:
+            session.progress.note(f"{lost[0]} is gone: the students are written again from the last state")
+        return bool(lost)
 
     def _result(self, record: RunRecord, tokens_per_s: float | None) -> TrainResult:
         path, is_first = self.folder.path, self.ranks.is_first

@@ -245,7 +245,7 @@ class SearchConfig(FrozenSettings):
     every: bool = False
     """Also try shapes that another one within the budget equals or exceeds in layers and all widths: the
     whole front of quality against speed, for more time. The default is to leave them out."""
-    keep: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
+    keep: Annotated[float, Field(gt=0, lt=1, json_schema_extra={"default": "a third"})] = 1 / 3
     """Share of the shapes that goes on after each round. Each round has 1/keep times the steps of the one
     before."""
 
