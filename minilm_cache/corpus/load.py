@@ -182,7 +182,7 @@ _ARROW_VERSION: Final = "texts 2"
 """Version of how texts are read: notes and Arrow files of others are not used."""
 _TEXTS: Final = pa.schema([("text", pa.string()), (COPIES_OF, pa.string())])
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
-_NO_COLUMNS: Final = "--text-column {column}: {name} is plain text, which has no columns. Leave it out."
+_NO_COLUMNS: Final = "--text-column {column}: {name} has no columns. Leave it out."
 _CHANGED: Final = "corpus {name} changed while it was read. Run the same command again."
 
 
@@ -258,8 +258,8 @@ def load_corpus(
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
             changed, is not read until its documents are asked for. None means that it is read now.
         roles: prompts that texts get by a column of theirs. None means none.
-        pair_columns: columns of the two texts of each record, with a comma between them, or of a query and
-            its documents, like `query,pos+neg`. None means that each document is one text.
+        pair_columns: columns of a record's two texts, `first,second`, or of a query and its documents,
+            `query,pos+neg`. None means that each document is one text.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks a column, or holds no text.
@@ -377,7 +377,7 @@ def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name
 
 
 def _columns(text_column: str | None) -> list[str]:
-    """Return the names of the columns that are asked for."""
+    """Return the names of the columns that are asked for, each once."""
     names = [part.strip() for part in (text_column or "text").split(",")]
     if len(set(names)) < len(names):
         raise InvalidConfigError(f"--text-column {text_column}: a column is named twice. Name it once.")
@@ -426,12 +426,7 @@ def _source_files(
     documents: Documents,
     pairs: str | None,
 ) -> list[Path]:
-    """Return the files that a corpus is read from.
-
-    Raises:
-        CorpusError: there is no such file.
-        InvalidConfigError: a setting does not fit them.
-    """
+    """Return the files that a corpus is read from, which must fit the settings."""
     if name == PYTHON_DOCS:
         if text_column is not None:
             raise InvalidConfigError(_NO_COLUMNS.format(column=text_column, name=name))
@@ -439,10 +434,10 @@ def _source_files(
     if hub is not None:
         return [Path(file["filename"]) for file in hub.cache_files]
     files = corpus_files(Path(name), pairs=pairs is not None)
-    are_texts = [file.suffix in TEXT for file in files]
-    if documents == "lines" and not any(are_texts):
+    kinds = {file.suffix in TEXT for file in files}
+    if documents == "lines" and kinds == {False}:
         raise InvalidConfigError(_NO_LINES.format(name=name))
-    if text_column is not None and all(are_texts):
+    if text_column is not None and kinds == {True}:
         raise InvalidConfigError(_NO_COLUMNS.format(column=text_column, name=name))
     return files
 

@@ -89,6 +89,10 @@ class PairColumns(NamedTuple):
         return self.seen(None if first is None else first[1])
 
 
+Known = dict[int, float | None]
+"""Scores of pairs that were read, None where there are none, by the hash of both texts."""
+
+
 def read_pairs(file: Path, columns: PairColumns, known: Known | None = None) -> Iterator[Record]:
     """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
 
@@ -111,10 +115,6 @@ def _rows(file: Path, columns: PairColumns) -> Iterator[tuple[str, Mapping[str, 
     if judged_files(file):
         return judged_groups(file, columns.every)
     return read_rows(file, columns.every, f"{_OPTION}, --score-columns" if columns.scores else _OPTION)
-
-
-Known = dict[int, float | None]
-"""Scores of pairs that were read, None where there are none, by the hash of both texts."""
 
 
 def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known: Known) -> Iterator[Record]:

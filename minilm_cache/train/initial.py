@@ -486,9 +486,9 @@ def _refuse_other_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
     size = getattr(teacher, "intermediate_size", None) or shape.ffn_size
     if (shape.hidden_size, shape.ffn_size) != (teacher.hidden_size, size):
         raise InvalidConfigError(
-            f"--init {TEACHER_LAYERS}: {shape.arch} has a width of {shape.hidden_size} and a feed-forward size "
-            f"of {shape.ffn_size}, and the teacher's layers have {teacher.hidden_size} and {size}. Take --arch "
-            f"{shape.num_layers}x{teacher.hidden_size}:ff{size}, or --init {SLICE}."
+            f"--init {TEACHER_LAYERS}: {shape.arch} has a width of {shape.hidden_size} and a feed-forward "
+            f"size of {shape.ffn_size}, and the teacher's layers have {teacher.hidden_size} and {size}. Take "
+            f"--arch {shape.num_layers}x{teacher.hidden_size}:ff{size}, or --init {SLICE}."
         )
 
 

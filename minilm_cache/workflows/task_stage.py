@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from minilm_cache.cache import open_cache
 from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
@@ -31,7 +32,7 @@ from minilm_cache.store.durable import new_file, read_bounded, refuse_file, stor
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
-from minilm_cache.workflows.further_pairs import encoder_of_pairs, write_further_pairs
+from minilm_cache.workflows.further_pairs import encoder_of_pairs, other_classes, write_further_pairs
 
 TEXTS, COPIES, MINED = "texts.jsonl", "augmented.jsonl", "mined.jsonl"
 CACHE, RUN, TRIALS = "cache", "run", "evaluations"
@@ -105,6 +106,8 @@ def run_task_stage(
     packing = "pairs" if is_pair else "records"
     dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
     dump_cache(dumping, out=out / CACHE, session=session)
+    if encoder is not None and (remark := other_classes(open_cache(out / CACHE), len(examples), of_teacher)):
+        session.progress.note(remark)
     run = train_students(training, out / CACHE, out=out / RUN, session=session)
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)

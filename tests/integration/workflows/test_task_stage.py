@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
 from minilm_cache.cache import open_cache
+from minilm_cache.objectives.several import documents_of
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
@@ -112,6 +114,16 @@ def test_texts_are_paired_anew_with_near_ones(tmp_path: Path, command: Command, 
         cosines = (vectors.encode(others) @ vectors.encode(first)).tolist()
         near = {other for _, other in sorted(zip(cosines, others, strict=True), reverse=True)[:30]}
         assert {second for one, second in further if one == first} <= near
+    code, _, err = command(
+        "chain", *words, *mined, "--label-weight", 0.5, "--out", tmp_path / "stage", *SHORT
+    )
+    assert code == 0
+    answers = open_cache(tmp_path / "stage" / "cache")
+    shares: tuple[list[int], list[int]] = ([], [])
+    for number, row in enumerate(documents_of(answers)):
+        shares[int(row >= len(own))].append(int(answers[number].states()[LOGITS][0].argmax()))
+    differ = task == "mrpc" and abs(np.mean(shares[0]) - np.mean(shares[1])) >= 0.2
+    assert ("of the further ones, which students learn" in err) == differ
     assert stage(command, tmp_path, *words, *mined, "--label-weight", 0.5) == found
     other = ("chain", *words, "--label-weight", 0.5, "--out", tmp_path / "stage", *SHORT)
     command.fails(*other, code=1, says=("was begun with other settings", "--mine, --mined"))
