@@ -183,7 +183,7 @@ def calibrate(
         best = candidate
     if max(best.kl.values()) > max_kl:
         raise InvalidConfigError(
-            f"--max-kl {max_kl:g} cannot be reached with this teacher and text: the finest step gives "
+            f"--max-kl {max_kl:g} cannot be reached with this teacher and text: the best code gives "
             f"{max(best.kl.values()):.2g} nats. Give a greater --max-kl, or --codec dense."
         )
     return best

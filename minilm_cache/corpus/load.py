@@ -266,7 +266,7 @@ def load_corpus(
         InvalidConfigError: a setting does not fit its files, or a role has no prompt.
         StorageError: the home cannot be written to.
     """
-    _refuse_columns(name, documents, roles=roles, pair_columns=pair_columns)
+    _refuse_columns(name, documents, text_column, roles=roles, pair_columns=pair_columns)
     datasets.disable_progress_bars()
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
@@ -301,9 +301,10 @@ def load_corpus(
 
 
 def _refuse_columns(
-    name: str, documents: Documents, *, roles: Roles | None, pair_columns: str | None
+    name: str, documents: Documents, text_column: str | None, *, roles: Roles | None, pair_columns: str | None
 ) -> None:
     """Raise InvalidConfigError for settings of files or of columns that a corpus does not consist of."""
+    _columns(text_column)  # each once
     if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
         raise InvalidConfigError(_NO_LINES.format(name=name))
     if name == PYTHON_DOCS and (roles is not None or pair_columns is not None):

@@ -1,6 +1,7 @@
 """What goes wrong in training: students that diverge, disks, kills, processes in each other's way."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from minilm_cache.errors import DivergedError, InterruptedRunError, StorageError
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError, StorageError
 from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from minilm_cache.train.trainer import StudentTrainer
@@ -201,3 +202,50 @@ def test_seeds_of_students_that_draw_nothing_are_said_to_be_the_same(world: Worl
     assert (same[0], drawn[0]) == (0, 0)
     assert "1x32:s1 as 1x32: students that begin with the same weights" in same[2]
     assert "begin with the same weights" not in drawn[2]
+
+
+def test_students_that_are_gone_are_written_again(world: World, command: Command) -> None:
+    world.dump()
+    run = world.root / "run"
+    train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 4, "--batch-size", 4, "--out", run)
+    assert command(*train)[0] == 0
+    folder, away = run / "students/2x16", world.root / "away"
+    before = (folder / "model.safetensors").read_bytes()
+    folder.rename(away)
+    code, _, err = command(*train)
+    assert code == 0, err
+    assert "2x16 is gone: the students are written again from the last state" in err
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert "already complete" in command(*train)[2]
+
+    (folder / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    other = "other weights than those that the run has written"
+    command.fails(*train, code=1, says=(other, str(folder)))
+    begun = ("--arch", "2x16", "--steps", 2, "--init", run, "--out", world.root / "begun")
+    command.fails("train", world.root / "cache", *begun, code=1, says=other)
+    shutil.rmtree(folder)
+    shutil.rmtree(run / "checkpoints")
+    command.fails(*train, code=1, says=(str(folder), "is gone", "no state"))
+
+
+@pytest.mark.parametrize("file", ["state.json", "2x16.safetensors"])
+def test_a_damaged_state_names_the_older_one(world: World, file: str) -> None:
+    cache, run = world.dump().path, world.root / "run"
+    config = settings(arch=("2x16",), steps=8, checkpoint_steps=2, keep_checkpoints=3, batch_size=4)
+    with pytest.raises(InterruptedRunError):
+        train_students(config, cache, out=run, session=Session(world.home, should_stop=stop_after(6)))
+    newest, older = sorted((run / "checkpoints").glob("step-*"))[:-3:-1]
+    (newest / file).write_bytes(b"!!")
+    with pytest.raises(IdentityMismatchError, match=f"Remove {newest}: .* goes on from {older.name}"):
+        train_students(config, cache, out=run, session=Session(world.home))
+    shutil.rmtree(newest)
+    result = train_students(config, cache, out=run, session=Session(world.home))
+    expected = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
+    assert_same(weights(result)["2x16"], weights(expected)["2x16"])
+
+
+def test_layers_that_do_not_fit_unchanged_name_the_shape_that_does(world: World, command: Command) -> None:
+    cache = world.dump().path
+    asked = ("--arch", "1x32", "--init", "teacher-layers", "--steps", 2, "--out", world.root / "run")
+    says = ("a feed-forward size of 128", "Take --arch 1x32:ff64")
+    command.fails("train", cache, *asked, code=2, says=says)
