@@ -122,10 +122,7 @@ def dropping(batch: int) -> dict[str, float]:
 def main() -> None:
     """Time the ways in turns, and write their medians in addition to those of other processors."""
     shape = torch.Size([8, 12, LENGTH, LENGTH])
-    mask = {
-        "torch": lambda: torch.empty(shape).bernoulli_(0.9).div_(0.9),
-        "ours": lambda: kept(shape, 0.1),
-    }
+    mask = {"torch": lambda: torch.empty(shape).bernoulli_(0.9).div_(0.9), "ours": lambda: kept(shape, 0.1)}
     measured = {
         "dropout of 8 x 12 x 128 x 128 elements": in_turns(mask),
         "dropout, steps": [{"batch": batch, "milliseconds": dropping(batch)} for batch in (8, 32)],

@@ -88,10 +88,7 @@ def _train_peer(
 ) -> tuple[Path, float]:
     """Return the folder of sentence-transformers' student, and the seconds of its training."""
     model = CrossEncoder(
-        str(begun),
-        device="cpu",
-        max_length=MAX_LENGTH,
-        config_kwargs=dict.fromkeys(_DROPOUT, 0.0),
+        str(begun), device="cpu", max_length=MAX_LENGTH, config_kwargs=dict.fromkeys(_DROPOUT, 0.0)
     )
     groups = concatenate_datasets(list(load_dataset(str(dataset or home / "dataset")).values()))
     pairs = [

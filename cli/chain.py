@@ -146,13 +146,7 @@ def chain(
 
 
 def _refuse_missing(
-    given: Given,
-    dump: Given,
-    recipe: Given,
-    *,
-    document: Path | None,
-    preset: str | None,
-    out: Path | None,
+    given: Given, dump: Given, recipe: Given, *, document: Path | None, preset: str | None, out: Path | None
 ) -> None:
     """Raise the error of the first thing that is not there, or that is a file where a folder is wanted."""
     refuse_files(out=out)
@@ -178,13 +172,7 @@ def _note_settings(config: ChainConfig, preset: str | None, session: "Session") 
 
 
 def _task_stage(
-    given: Given,
-    dump: Given,
-    recipe: Given,
-    *,
-    out: Path | None,
-    json: bool,
-    others: Mapping[str, object],
+    given: Given, dump: Given, recipe: Given, *, out: Path | None, json: bool, others: Mapping[str, object]
 ) -> None:
     own = TaskStageConfig.model_fields
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})

@@ -15,11 +15,7 @@ from minilm_cache.cli.early import (
     refuse_no_text,
     refuse_too_long,
 )
-from minilm_cache.cli.environment import (
-    note_default_corpus,
-    quiet_libraries,
-    rank_and_world_size,
-)
+from minilm_cache.cli.environment import note_default_corpus, quiet_libraries, rank_and_world_size
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
     EngineOption,

@@ -60,13 +60,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
 from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
 from minilm_cache.store.urls import is_url, parts_of_url
-from minilm_cache.train.config import (
-    SLICE,
-    TrainConfig,
-    check_batch,
-    check_parts,
-    refuse_no_beginning,
-)
+from minilm_cache.train.config import SLICE, TrainConfig, check_batch, check_parts, refuse_no_beginning
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, rounds_of, runs_of
 from minilm_cache.train.record import RunIdentity, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.wording import differing_values

@@ -74,12 +74,7 @@ def evaluate(
 
     quiet_libraries()
     with stoppable_session() as session:
-        evaluation = evaluate_models(
-            config,
-            models,
-            out=out or cache_home() / "evaluations",
-            session=session,
-        )
+        evaluation = evaluate_models(config, models, out=out or cache_home() / "evaluations", session=session)
     if json:
         print_json(document_of(evaluation))
     else:
@@ -166,12 +161,7 @@ def _text(score: "Score") -> str:
 
 
 @options(SpeedConfig)
-def speed(
-    given: Given,
-    *,
-    models: ComparedModelsArgument,
-    json: JsonOption = False,
-) -> None:
+def speed(given: Given, *, models: ComparedModelsArgument, json: JsonOption = False) -> None:
     """Measure size, latency and throughput of models against the first.
 
     Models take turns on the same batches, so that ratios are valid on a busy machine; times are medians.
@@ -229,12 +219,7 @@ def _speed_print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
 
 
 @options(EmbeddingsConfig)
-def embeddings(
-    given: Given,
-    *,
-    models: ComparedModelsArgument,
-    json: JsonOption = False,
-) -> None:
+def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption = False) -> None:
     """Score embeddings against a teacher's, against people's, and by what they find in data of your own.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 def ls(
     store: Annotated[
-        str | None,
-        typer.Argument(metavar="[STORE]", help="URL or folder. [default: MINILM_CACHE_HOME]"),
+        str | None, typer.Argument(metavar="[STORE]", help="URL or folder. [default: MINILM_CACHE_HOME]")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -101,11 +101,7 @@ def augment(
         )
         return
     print_pairs(
-        {
-            "file": written.path,
-            "documents": written.num_documents,
-            "with copies": f"{written.num_lines:,}",
-        }
+        {"file": written.path, "documents": written.num_documents, "with copies": f"{written.num_lines:,}"}
     )
 
 
@@ -117,11 +113,7 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     """
     config = validated(SliceConfig, given)
     refuse_missing(
-        teacher=config.teacher,
-        revision=config.revision,
-        corpus=config.corpus,
-        arch=[config.arch],
-        out=out,
+        teacher=config.teacher, revision=config.revision, corpus=config.corpus, arch=[config.arch], out=out
     )
     refuse_uncut(config)
     refuse_no_text(config.corpus, config.text_column)
@@ -212,8 +204,7 @@ def export_model(
     given: Given,
     *,
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A folder like RUN/students/3x384, mini, or a hub id."),
+        str, typer.Argument(metavar="MODEL", help="A folder like RUN/students/3x384, mini, or a hub id.")
     ],
     out: OutOption,
     json: JsonOption = False,

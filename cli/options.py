@@ -43,8 +43,7 @@ GpusOption = Annotated[
     ),
 ]
 ResumeOption = Annotated[
-    bool,
-    typer.Option("--resume/--no-resume", help="Resume unfinished work, or refuse a folder that exists."),
+    bool, typer.Option("--resume/--no-resume", help="Resume unfinished work, or refuse a folder that exists.")
 ]
 StoreOption = Annotated[
     str | None,
@@ -69,8 +68,7 @@ CacheOrUrlArgument = Annotated[
     typer.Argument(metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"),
 ]
 ComparedModelsArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="TEACHER MODEL...", help="mini, hub ids, folders of models or of runs."),
+    list[str], typer.Argument(metavar="TEACHER MODEL...", help="mini, hub ids, folders of models or of runs.")
 ]
 PresetOption = Annotated[
     str | None,
@@ -242,10 +240,7 @@ def _parameter(
     annotation = kind if is_required else kind | None
     default = inspect.Parameter.empty if is_required else None
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[annotation, option],
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
     )
 
 

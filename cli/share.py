@@ -117,19 +117,14 @@ def _print_shared(
         print_json({name: place, "fingerprint": manifest.fingerprint, **counts})
         return
     print_pairs(
-        {
-            name: place,
-            "fingerprint": manifest.fingerprint,
-            "shards": f"{copied} copied, {kept} were there",
-        }
+        {name: place, "fingerprint": manifest.fingerprint, "shards": f"{copied} copied, {kept} were there"}
     )
 
 
 def export(
     cache: Annotated[str, typer.Argument(metavar="CACHE", help="Folder or URL of a cache.")],
     out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="Parquet file, or folder of scores, that is new."),
+        Path, typer.Argument(metavar="OUT", help="Parquet file, or folder of scores, that is new.")
     ],
     *,
     scores: Annotated[

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def study(
     document: Annotated[
-        Path,
-        typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md."),
+        Path, typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md.")
     ],
     out: Annotated[
         Path | None,

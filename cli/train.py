@@ -75,13 +75,7 @@ def train(
         if preset is not None and is_first_process():
             session.progress.note(describe_preset(preset, config))
         place = cache or chosen_cache(None, session)
-        result = train_students(
-            config,
-            place,
-            out=out,
-            resume=resume,
-            session=session,
-        )
+        result = train_students(config, place, out=out, resume=resume, session=session)
     if not result.is_first:  # only one process of torchrun prints the results
         return
     if json:

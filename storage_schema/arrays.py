@@ -5,12 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from minilm_cache.storage_schema.documents import ShardRange
-from minilm_cache.storage_schema.identity import (
-    CacheIdentity,
-    DenseParameters,
-    RelationKind,
-    TopKParameters,
-)
+from minilm_cache.storage_schema.identity import CacheIdentity, DenseParameters, RelationKind, TopKParameters
 from minilm_cache.storage_schema.manifest import Calibration, LayerCalibration, StateCalibration, layer_folder
 from minilm_cache.storage_schema.states import (
     INDEX_PATH,
@@ -307,14 +302,7 @@ def _code_arrays(folder: str, components: int, *, width: int, what: str) -> tupl
         ("mean", "float32", names[1:], shape[1:], f"mean of {what}"),
     )
     return tuple(
-        SmallArray(
-            folder=folder,
-            name=name,
-            dtype=dtype,
-            shape=size,
-            dimension_names=axes,
-            meaning=meaning,
-        )
+        SmallArray(folder=folder, name=name, dtype=dtype, shape=size, dimension_names=axes, meaning=meaning)
         for name, dtype, axes, size, meaning in table
     )
 

@@ -66,10 +66,7 @@ def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, obj
         "node_type": "array",
         "shape": [num_shards * shard_tokens, *spec.row_shape],
         "data_type": spec.dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [shard_tokens, *spec.row_shape]},
-        },
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard_tokens, *spec.row_shape]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": spec.fill_value,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],

@@ -15,11 +15,7 @@ from datasets import Dataset
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
@@ -81,7 +77,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 64,
         "pad_token_id": 0,
-    },
+    }
 }
 """Families that the attention interface serves, each with sizes that take milliseconds."""
 BIASED: Mapping[str, Mapping[str, Any]] = {
@@ -91,18 +87,13 @@ BIASED: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 4,
         "intermediate_size": 64,
         "pad_token_id": 1,
-    },
+    }
 }
 """Families without transformers' attention interface, whose attention has a bias."""
 
 
 def tiny_model(
-    family: str,
-    *,
-    attention: str = "eager",
-    seed: int = 0,
-    head: Head | None = None,
-    **changes: Any,
+    family: str, *, attention: str = "eager", seed: int = 0, head: Head | None = None, **changes: Any
 ) -> PreTrainedModel:
     """Return a small random model of a family; weights are wide enough for attention to be far from flat."""
     config = AutoConfig.for_model(

@@ -78,12 +78,7 @@ def _compared(bench: Bench, *, compiled: bool = False, graphs: Graphs | None = N
 
 
 def _last_losses(
-    bench: Bench,
-    cache: Cache,
-    arch: tuple[str, ...],
-    *,
-    compiled: bool = False,
-    graphs: Graphs | None = None,
+    bench: Bench, cache: Cache, arch: tuple[str, ...], *, compiled: bool = False, graphs: Graphs | None = None
 ) -> list[float]:
     """Return the loss of each student of a run in its last step."""
     config = TrainConfig(

@@ -68,13 +68,7 @@ def training(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _ways(
-    bench: Bench,
-    cache: Cache,
-    config: TrainConfig,
-    *,
-    teacher: Teacher,
-    stack: ExitStack,
-    compiles: bool,
+    bench: Bench, cache: Cache, config: TrainConfig, *, teacher: Teacher, stack: ExitStack, compiles: bool
 ) -> dict[str, Callable[[], int]]:
     """Return the ways of training that are timed in turns."""
     wanted = choose_objective(config, cache, arch=config.arch).wanted

@@ -86,10 +86,7 @@ def begun(
     contents = {
         **{name: source.attachment(name) for name in manifest.files if name not in {RANGES, INDEX}},
         **zarr_documents(
-            manifest.identity,
-            manifest.calibration,
-            num_shards=len(ranges),
-            shard_tokens=shard_tokens,
+            manifest.identity, manifest.calibration, num_shards=len(ranges), shard_tokens=shard_tokens
         ),
         RANGES: encode_ranges(ranges),
     }

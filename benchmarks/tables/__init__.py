@@ -10,12 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.tables.caches import (
-    codecs,
-    objective_bytes,
-    objective_rows,
-    steps,
-)
+from benchmarks.tables.caches import codecs, objective_bytes, objective_rows, steps
 from benchmarks.tables.device import (
     cpu_precision,
     device_counts,

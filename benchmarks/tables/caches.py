@@ -39,15 +39,7 @@ def objective_rows() -> str:
         fields = ObjectiveConfig.model_fields
         options = [flag_of(name, fields[name]).split("/")[-1] for name in sorted(spec.options)]
         options += ["--form"] * spec.has_forms + ["--teacher-layer"] * spec.one_layer
-        rows.append(
-            [
-                f"`{spec.name}`",
-                _code(stored),
-                _code(spec.maps),
-                _code(options),
-                _code(spec.presets),
-            ]
-        )
+        rows.append([f"`{spec.name}`", _code(stored), _code(spec.maps), _code(options), _code(spec.presets)])
     return table_of(
         ["objective", "`--for` stores", "`--layer-map`, default first", "own options", "`--preset`"], rows
     )

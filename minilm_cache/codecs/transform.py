@@ -158,9 +158,7 @@ def cosine_bound(min_cosine: float) -> Bound:
 
 
 def fit_state(
-    fit: Float[Tensor, "rows width"],
-    check: Float[Tensor, "others width"],
-    bound: Bound,
+    fit: Float[Tensor, "rows width"], check: Float[Tensor, "others width"], bound: Bound
 ) -> tuple[TransformCode, float]:
     """Return the coarsest code whose error on `check` keeps to a bound, and that error.
 

@@ -177,13 +177,7 @@ def tokens_of(
 ) -> Tokens:
     """Return the tokens of the corpus that settings name; see `load_corpus` and `tokenise`."""
     corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=session.home)
-    return tokenise(
-        corpus,
-        tokenizer,
-        num_processes=num_processes,
-        engine=engine,
-        session=session,
-    )
+    return tokenise(corpus, tokenizer, num_processes=num_processes, engine=engine, session=session)
 
 
 def tokenise_for(config: TokenizeConfig, *, session: Session) -> Tokens:

@@ -177,10 +177,7 @@ class Tokens:
         if not sums.is_file() or digest_file(sums) != part.sums:
             raise damaged(sums)
         return _PartFile(
-            self.folder / f"{stem}.ids",
-            sums,
-            dtype=np.dtype(self.record.dtype),
-            num_tokens=part.num_tokens,
+            self.folder / f"{stem}.ids", sums, dtype=np.dtype(self.record.dtype), num_tokens=part.num_tokens
         )
 
 

@@ -28,12 +28,7 @@ FORMS: Final[Mapping[str, Form]] = {
 
 
 def write_form(
-    model: PreTrainedModel,
-    folder: Path,
-    form: Form,
-    *,
-    inputs: Iterable[Mapping[str, Tensor]],
-    name: str,
+    model: PreTrainedModel, folder: Path, form: Form, *, inputs: Iterable[Mapping[str, Tensor]], name: str
 ) -> tuple[Run, tuple[str, ...]]:
     """Write the file of a model into a folder, after checking that the whole one answers as torch does.
 

@@ -111,11 +111,7 @@ def _load_sequences(
         CorpusError: there is too little text.
     """
     packing = packing_of(
-        tokenizer,
-        mode="packed",
-        max_length=config.max_length,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
+        tokenizer, mode="packed", max_length=config.max_length, max_tokens=config.max_tokens, seed=config.seed
     )
     tokens = tokens_of(config, tokenizer, session=session)
     sequences = SequenceTable(tokens, packing)

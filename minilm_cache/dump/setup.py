@@ -199,10 +199,7 @@ def _has_begun_in_float32(config: DumpConfig, identity: CacheIdentity, path: Pat
     return read_manifest(place).fingerprint == plain.fingerprint()
 
 
-def _remember(
-    session: Session,
-    teacher: Teacher,
-) -> None:
+def _remember(session: Session, teacher: Teacher) -> None:
     """Note where the teacher is, for trainings; a home that cannot be written to does not hold up a dump."""
     try:
         remember_teacher(session.home, teacher.identity.weights_sha256, teacher.folder)

@@ -95,12 +95,7 @@ class ShardJob:
             session.progress.advance(1)
 
     def _write_claimed(
-        self,
-        claims: Iterable[Claim],
-        session: Session,
-        *,
-        left: int,
-        ends_shards: bool = False,
+        self, claims: Iterable[Claim], session: Session, *, left: int, ends_shards: bool = False
     ) -> int:
         """Write claimed shards, of `left` tokens together, and return how many they are.
 
@@ -116,12 +111,7 @@ class ShardJob:
         """
         with ThreadPoolExecutor(own_cores()) as encoders, ThreadPoolExecutor(max_workers=1) as disk:
             output = ShardOutput(
-                self.writer,
-                self.room,
-                rank=self.config.rank,
-                encoders=encoders,
-                disk=disk,
-                left=left,
+                self.writer, self.room, rank=self.config.rank, encoders=encoders, disk=disk, left=left
             )
             try:
                 for claim in claims:

@@ -191,12 +191,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         with torch.autocast(device, torch.bfloat16, enabled=trainer.args.bf16):
             return generator.generate(sources, batch_size=size, advance=advance)
 
-    def scores(
-        self,
-        name: str,
-        examples: Sequence[GenerationExample],
-        predicted: Sequence[str],
-    ) -> Scores:
+    def scores(self, name: str, examples: Sequence[GenerationExample], predicted: Sequence[str]) -> Scores:
         """Return BLEU-4, ROUGE and, where WordNet is installed, METEOR of a set."""
         return generation_scores([example.target for example in examples], predicted)
 
@@ -209,12 +204,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         return f"{set_name}.jsonl"
 
     def write(
-        self,
-        folder: Path,
-        set_name: str,
-        *,
-        examples: Sequence[GenerationExample],
-        predicted: Sequence[str],
+        self, folder: Path, set_name: str, *, examples: Sequence[GenerationExample], predicted: Sequence[str]
     ) -> None:
         """Write a JSON object a line: the source, the right text as `tgt`, and the generated one."""
         rows = [

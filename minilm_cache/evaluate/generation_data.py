@@ -10,11 +10,7 @@ from minilm_cache.evaluate.files import Source, load_hub, own_rows, read_json, r
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask, SpanTask, task_folder
 
-_STEMS: Final = {
-    "train": ("train",),
-    "dev": ("dev", "val", "valid", "validation"),
-    "test": ("test",),
-}
+_STEMS: Final = {"train": ("train",), "dev": ("dev", "val", "valid", "validation"), "test": ("test",)}
 """Names of the files of a set, without their endings."""
 _RECORDS: Final = (".jsonl", ".json")
 """Endings of files with a JSON object a line, as s2s-ft of UniLM has them."""

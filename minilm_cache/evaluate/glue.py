@@ -7,14 +7,7 @@ from typing import Final
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
-from minilm_cache.evaluate.files import (
-    Columns,
-    Source,
-    load_hub,
-    read_lines,
-    read_table,
-    read_text,
-)
+from minilm_cache.evaluate.files import Columns, Source, load_hub, read_lines, read_table, read_text
 from minilm_cache.evaluate.tasks import SetFile, TextTask, file_of, find_file, task_folder
 
 _ENGLISH: Final = "en"

@@ -228,9 +228,7 @@ def span_answers(
 
 
 def _best_span(
-    starts: npt.NDArray[np.float32],
-    ends: npt.NDArray[np.float32],
-    offsets: Sequence[tuple[int, int] | None],
+    starts: npt.NDArray[np.float32], ends: npt.NDArray[np.float32], offsets: Sequence[tuple[int, int] | None]
 ) -> tuple[float, tuple[int, int]] | None:
     """Return the score of the best span of a window, and its first and last character in the context.
 

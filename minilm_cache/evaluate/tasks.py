@@ -228,11 +228,7 @@ _ALL: Final[tuple[Task, ...]] = (
         dev=(SetFile(name="dev", stem="dev", split="validation", columns=_COLA),),
     ),
     TextTask(
-        name="sst2",
-        title="SST-2",
-        texts=("sentence",),
-        labels=_BINARY,
-        hub_labels=("negative", "positive"),
+        name="sst2", title="SST-2", texts=("sentence",), labels=_BINARY, hub_labels=("negative", "positive")
     ),
     TextTask(
         name="mrpc",
@@ -283,11 +279,7 @@ _ALL: Final[tuple[Task, ...]] = (
     TextTask(name="qnli", title="QNLI", texts=("question", "sentence"), labels=_TWO_WAY),
     TextTask(name="rte", title="RTE", texts=_PAIR, labels=_TWO_WAY),
     TextTask(
-        name="wnli",
-        title="WNLI",
-        texts=_PAIR,
-        labels=_BINARY,
-        hub_labels=("not_entailment", "entailment"),
+        name="wnli", title="WNLI", texts=_PAIR, labels=_BINARY, hub_labels=("not_entailment", "entailment")
     ),
     _XNLI,
     replace(_XNLI, name="xnli-translate-train", languages="translate-train"),

@@ -24,10 +24,7 @@ from minilm_cache.store.checked import sha256_files
 
 Runtime = Literal["onnx", "openvino"]
 """What runs an exported model."""
-FILES: Final[Mapping[Runtime, str]] = {
-    "onnx": "onnx/model.onnx",
-    "openvino": "openvino/openvino_model.xml",
-}
+FILES: Final[Mapping[Runtime, str]] = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 """The file of a model, by what runs it. Weights may be in other files of the same folder."""
 STATES, LOGITS, POOLED = "last_hidden_state", "logits", "sentence_embedding"
 """Names of outputs."""

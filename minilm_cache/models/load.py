@@ -274,11 +274,7 @@ def load_weights(
 
 
 def _with_new_head(
-    encoder: PreTrainedModel,
-    config: PreTrainedConfig,
-    *,
-    head: TaskHead,
-    attention: str,
+    encoder: PreTrainedModel, config: PreTrainedConfig, *, head: TaskHead, attention: str
 ) -> PreTrainedModel:
     """Return a model with an encoder's weights and a new head.
 

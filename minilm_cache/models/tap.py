@@ -277,12 +277,7 @@ class TappedModel(nn.Module):
                 for layer in modules:
                     layer.compile()
 
-    def forward(
-        self,
-        inputs: Inputs,
-        tap: Tap,
-        places: Int[Tensor, " chosen"] | None = None,
-    ) -> Reading:
+    def forward(self, inputs: Inputs, tap: Tap, places: Int[Tensor, " chosen"] | None = None) -> Reading:
         """Run the model up to Q, K, V of the last chosen layer, or to its end if more is chosen.
 
         Args:

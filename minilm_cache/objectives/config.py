@@ -21,14 +21,7 @@ from minilm_cache.objectives.spec import (
 )
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind
-from minilm_cache.storage_schema.states import (
-    LABELS,
-    LOGITS,
-    POOLED,
-    SignalName,
-    StateFamily,
-    StatesIdentity,
-)
+from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily, StatesIdentity
 
 EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours")
 """What objective `embedding` can compare."""

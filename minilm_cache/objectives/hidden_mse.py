@@ -56,9 +56,7 @@ class HiddenMse(ObjectiveKind):
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the attention distributions and the hidden states of the teacher's last layer."""
         return WantedTargets(
-            kinds=(RelationKind.ATTENTION,),
-            layers=mapped_layers(request),
-            signals=(_last(request),),
+            kinds=(RelationKind.ATTENTION,), layers=mapped_layers(request), signals=(_last(request),)
         )
 
     def build(

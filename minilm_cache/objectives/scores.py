@@ -112,11 +112,7 @@ class ScoresObjective(StudentObjective):
     """
 
     def __init__(
-        self,
-        name: str,
-        loss: Callable[[Scores], Float[Tensor, ""]] | None,
-        *,
-        last_layer: int | None,
+        self, name: str, loss: Callable[[Scores], Float[Tensor, ""]] | None, *, last_layer: int | None
     ) -> None:
         """Compare scores.
 

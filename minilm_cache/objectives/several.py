@@ -174,11 +174,7 @@ def check_also(places: Sequence[str], *, home: Path | None) -> None:
 
 
 def other_teachers(
-    cache: Cache,
-    places: Sequence[str],
-    *,
-    home: Path | None = None,
-    local_bytes: int = DEFAULT_LOCAL_BYTES,
+    cache: Cache, places: Sequence[str], *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES
 ) -> OtherTeachers | None:
     """Open the caches of other teachers. None means that there are none.
 

@@ -66,8 +66,7 @@ class TinyBertObjective(StudentObjective):
         self._pairs = tuple(pairs)
         self._targets = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
         self.needs = StudentNeeds(
-            layers=tuple(pair.student for pair in pairs),
-            hidden=(0, *(pair.student + 1 for pair in pairs)),
+            layers=tuple(pair.student for pair in pairs), hidden=(0, *(pair.student + 1 for pair in pairs))
         )
         self.hidden_projection = nn.Linear(student.hidden_size, teacher_width, bias=shared)
         self.embedding_projection = (

@@ -155,8 +155,7 @@ def front_figure(record: SearchRecord) -> Picture:
             )
     axis = alt.X("milliseconds:Q", title=f"milliseconds of {record.timed}").scale(zero=False, padding=30)
     base = alt.Chart(inline_data(rows)).encode(
-        x=axis,
-        y=alt.Y("held-out loss:Q").scale(zero=False, padding=20),
+        x=axis, y=alt.Y("held-out loss:Q").scale(zero=False, padding=20)
     )
     line = base.mark_line(strokeWidth=1, opacity=0.4, color=INK).encode(detail="shape:N")
     points = base.mark_point(filled=True, size=80).encode(

@@ -32,12 +32,7 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.wording import Described, counted, printable, some_of
 
-_COMPARED_SETTINGS: Final = {
-    "arch",
-    "objective",
-    "relation_heads",
-    "query_key_relations",
-}
+_COMPARED_SETTINGS: Final = {"arch", "objective", "relation_heads", "query_key_relations"}
 """Settings of a run that also decide by which relations its students are compared with the teacher."""
 
 

@@ -230,14 +230,7 @@ class _Cutter:
         return calibration.padded(state, states)
 
     def _fit_output(
-        self,
-        rows: Rows,
-        prior: Tensor,
-        *,
-        inputs: Tensor,
-        stream: Tensor,
-        wanted: Tensor,
-        before: Tensor,
+        self, rows: Rows, prior: Tensor, *, inputs: Tensor, stream: Tensor, wanted: Tensor, before: Tensor
     ) -> Tensor:
         """Fit a map into the residual stream, and return the stream with its output added.
 

@@ -7,12 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from minilm_cache.errors import (
-    CacheIncompleteError,
-    CacheNotFoundError,
-    MiniLMCacheError,
-    StorageError,
-)
+from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError, StorageError
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.layout import BEGUN, MANIFEST

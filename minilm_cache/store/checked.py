@@ -16,24 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from minilm_cache.errors import (
-    CacheCorruptError,
-    StorageError,
-    first_line,
-)
+from minilm_cache.errors import CacheCorruptError, StorageError, first_line
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import (
-    TEACHER_WEIGHTS,
-    CacheManifest,
-)
-from minilm_cache.store.durable import (
-    NotRegularError,
-    open_regular,
-    storage_errors,
-)
-from minilm_cache.store.layout import (
-    below,
-)
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.store.durable import NotRegularError, open_regular, storage_errors
+from minilm_cache.store.layout import below
 from minilm_cache.store.parquet_headers import Footer, HeaderError, decoded_bytes, read_footer
 
 

@@ -16,11 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from minilm_cache.errors import (
-    CacheCorruptError,
-    CacheIncompleteError,
-    IdentityMismatchError,
-)
+from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, IdentityMismatchError
 from minilm_cache.storage_schema.arrays import (
     ArraySpec,
     SmallArray,

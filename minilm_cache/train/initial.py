@@ -269,12 +269,7 @@ class Beginnings:
 
 
 def initial_weights(
-    config: TrainConfig,
-    cache: Cache,
-    *,
-    shapes: Sequence[StudentShape],
-    head: Head | None,
-    home: Path,
+    config: TrainConfig, cache: Cache, *, shapes: Sequence[StudentShape], head: Head | None, home: Path
 ) -> Beginnings:
     """Return the initial weights of a run's students.
 

@@ -105,12 +105,7 @@ class TrainingLoop:
             )  # lengths differ: now it is 100 %
             return num_tokens / sitting.seconds
 
-    def _step(
-        self,
-        stream: Iterator[StudentBatch],
-        journal: "_Journal",
-        sitting: _Sitting,
-    ) -> int:
+    def _step(self, stream: Iterator[StudentBatch], journal: "_Journal", sitting: _Sitting) -> int:
         """Take a step, then log, evaluate and save where that is due; return the tokens of the step."""
         hours = sitting.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
@@ -279,12 +274,7 @@ class _Journal:
             {arch for arch, parts in students.items() if not math.isfinite(sum(parts.values()))}
         )
 
-    def _report(
-        self,
-        what: str,
-        students: dict[str, dict[str, float]],
-        others: dict[str, float],
-    ) -> None:
+    def _report(self, what: str, students: dict[str, dict[str, float]], others: dict[str, float]) -> None:
         if self._log is None:
             return
         step = self._loop.state.step

@@ -26,13 +26,7 @@ from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer, save_student
-from minilm_cache.train.checkpoint import (
-    RunState,
-    load_best,
-    load_state,
-    load_students,
-    remove_checkpoints,
-)
+from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of

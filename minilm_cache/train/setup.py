@@ -110,10 +110,7 @@ def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentSha
         heads = read_config(locate_teacher(config.init_teacher).folder).num_attention_heads  # a donor's
     return [
         parse_arch(
-            arch,
-            heads,
-            split_into=objective.wanted.relation_heads,
-            compares_heads=config.spec.compares_heads,
+            arch, heads, split_into=objective.wanted.relation_heads, compares_heads=config.spec.compares_heads
         )
         for arch in config.arch
     ]

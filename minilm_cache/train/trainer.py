@@ -216,10 +216,7 @@ class Learner(nn.Module):
         self.objective = objective
 
     def forward(
-        self,
-        batch: StudentBatch,
-        method: Method | None = None,
-        shares: Mapping[Unit, float] | None = None,
+        self, batch: StudentBatch, method: Method | None = None, shares: Mapping[Unit, float] | None = None
     ) -> Losses:
         """Return the losses of a batch.
 

@@ -66,7 +66,7 @@ _REPEATS: Final = 7
 _TEACHER: Final = "teacher"
 _PASS_LENGTH: Final = 128
 _CHANGE_NO_STUDENT: Final = {
-    *("checkpoint_steps", "device", "keep_checkpoints", "local_bytes", "max_hours", "tracker"),
+    *("checkpoint_steps", "device", "keep_checkpoints", "local_bytes", "max_hours", "tracker")
 }
 """Settings of trainings that may differ between commands for the same search."""
 
@@ -87,12 +87,7 @@ class SearchResult:
 
 
 def search(
-    config: SearchConfig,
-    train: Mapping[str, Any],
-    cache: str | Path,
-    *,
-    out: Path,
-    session: Session = ALONE,
+    config: SearchConfig, train: Mapping[str, Any], cache: str | Path, *, out: Path, session: Session = ALONE
 ) -> SearchResult:
     """Find the best student within a budget.
 
@@ -183,10 +178,7 @@ def _trained(
 
 
 def _done(
-    shapes: Mapping[str | None, tuple[str, ...]],
-    trained: Mapping[str | None, TrainResult],
-    *,
-    steps: int,
+    shapes: Mapping[str | None, tuple[str, ...]], trained: Mapping[str | None, TrainResult], *, steps: int
 ) -> Round:
     """Return what a round has shown; students of a vocabulary that was not trained diverged."""
     lost = shapes.keys() - trained.keys()

@@ -81,11 +81,7 @@ class StudyResult:
 
 
 def run_study(
-    study: Study,
-    folder: Path,
-    *,
-    session: Session = ALONE,
-    cluster: RayCluster | None = None,
+    study: Study, folder: Path, *, session: Session = ALONE, cluster: RayCluster | None = None
 ) -> StudyResult:
     """Make the caches and runs of a study that are not complete, then write its tables and its page.
 

@@ -243,11 +243,7 @@ def _is_of_a_chain(config: TrainConfig) -> bool:
 
 
 def _assistants(
-    source: Source,
-    document: StudyDocument,
-    *,
-    caches: Mapping[str, DumpConfig | str],
-    passes: Sequence[Pass],
+    source: Source, document: StudyDocument, *, caches: Mapping[str, DumpConfig | str], passes: Sequence[Pass]
 ) -> tuple[Assistant, ...]:
     """Return the assistants between the caches that a study dumps and its students."""
     if not document.assistants:

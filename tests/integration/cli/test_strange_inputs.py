@@ -66,10 +66,7 @@ def test_a_card_is_a_file_of_its_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["1x16", "[31mred"])
 def test_control_characters_do_not_reach_the_terminal(
-    trained: World,
-    command: Command,
-    tmp_path: Path,
-    name: str,
+    trained: World, command: Command, tmp_path: Path, name: str
 ) -> None:
     def change(record: dict[str, Any]) -> None:
         record["identity"]["objective"] = "embedding"
@@ -90,10 +87,7 @@ FIGURES: list[tuple[object, object]] = [
 
 @pytest.mark.parametrize("figures", FIGURES)
 def test_figures_that_do_not_belong_together_are_shown(
-    trained: World,
-    command: Command,
-    tmp_path: Path,
-    figures: tuple[object, object],
+    trained: World, command: Command, tmp_path: Path, figures: tuple[object, object]
 ) -> None:
     before, after = figures
     run = changed_run(
@@ -107,10 +101,7 @@ def test_figures_that_do_not_belong_together_are_shown(
 
 @pytest.mark.parametrize("place", ["\0", "loop", "x" * 5_000])
 def test_a_strange_run_does_not_keep_a_cache_from_being_removed(
-    world: World,
-    command: Command,
-    trained: World,
-    place: str,
+    world: World, command: Command, trained: World, place: str
 ) -> None:
     world.dump()
     (world.root / "loop").symlink_to(world.root / "loop")
@@ -232,9 +223,7 @@ def test_labels_of_thousands_of_digits_are_one_line(world: World, command: Comma
 
 
 def test_a_report_of_a_folder_whose_name_is_not_utf_8(
-    trained: World,
-    command: Command,
-    tmp_path: Path,
+    trained: World, command: Command, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(trained.root / "run", tmp_path / "na\udcefve"))
     command.fails(

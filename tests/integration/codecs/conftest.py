@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from minilm_cache.cache import CachedSequence, open_cache
 from tests.support import VOCABULARY, World, save_teacher, write_corpus

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import open_cache
 from minilm_cache.relations.signals import SparseLabels

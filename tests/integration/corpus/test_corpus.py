@@ -81,8 +81,7 @@ def test_a_data_set_of_the_hub_by_configuration_and_split(tmp_path: Path) -> Non
         return Dataset.from_dict({"text": [text, "", "ba"]})
 
     hub = write_hub(
-        tmp_path / "hub",
-        {"first": {"train": rows("a")}, "second": {"train": rows("b"), "test": rows("c")}},
+        tmp_path / "hub", {"first": {"train": rows("a")}, "second": {"train": rows("b"), "test": rows("c")}}
     )
     assert read(f"hf:{hub}:first") == ["a", "ba"]
     assert read(f"hf:{hub}:second:test") == ["c", "ba"]

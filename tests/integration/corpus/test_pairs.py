@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentence_transformers import CrossEncoder
 from tokenizers import processors
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from minilm_cache.cache import open_cache, refuse_no_pairs
 from minilm_cache.corpus.order import cut_pair

@@ -118,19 +118,7 @@ LIES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        "bit",
-        "short",
-        "missing",
-        "ids",
-        "ends",
-        "other",
-        "path",
-        "lacking",
-        "malformed",
-        "fewer",
-        "huge",
-    ],
+    ["bit", "short", "missing", "ids", "ends", "other", "path", "lacking", "malformed", "fewer", "huge"],
 )
 def test_what_a_store_has_damaged_is_refused_and_not_kept(
     world: World, shared: str, server: str, damage: str

@@ -7,11 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.conftest import Command
 from tests.support import SPECIAL, WORDS, save_teacher

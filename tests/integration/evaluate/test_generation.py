@@ -348,10 +348,7 @@ def test_misuse_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> 
         (("evaluate", teacher, "--task", one, "--text-columns", "src", "--target-column", "tgt"), "tgt"),
         (("evaluate", teacher, "--task", "squad-qg"), "--data is missing"),
         (("evaluate", teacher, modern, "--task", own, *SHORT), "keeps no keys and values"),
-        (
-            ("evaluate", teacher, "--task", own, "--target-column", "tgt", "--metric", "f1"),
-            "is about labels",
-        ),
+        (("evaluate", teacher, "--task", own, "--target-column", "tgt", "--metric", "f1"), "is about labels"),
         (("evaluate", teacher, "--task", own, "--as-is", "--label-smoothing", 0.3), "--label-smoothing"),
         (("generate", written, "ba", "--file", own), "not both"),
         (("generate", written, "ba"), "was not fine-tuned to generate texts"),

@@ -179,12 +179,7 @@ def _twice(document: str) -> str:
         ("squad", "SQuAD/dev-v1.1.json", None, "has no dev-v1.1.json"),
         ("squad", "SQuAD/dev-v1.1.json", "{", "as JSON"),
         ("squad", "SQuAD/dev-v1.1.json", "[" * 100_000, "as JSON"),
-        (
-            "squad",
-            "SQuAD/dev-v1.1.json",
-            _squad_file("ba be", "ba", "Infinity"),
-            "as SQuAD's JSON",
-        ),
+        ("squad", "SQuAD/dev-v1.1.json", _squad_file("ba be", "ba", "Infinity"), "as SQuAD's JSON"),
         ("squad", "SQuAD/dev-v1.1.json", _squad_file("ba \ud800", "ba"), "is not a text"),
         ("squad", "SQuAD/dev-v1.1.json", _twice(_squad_file("ba be", "ba")), "two questions have the id 'q'"),
         ("rte", "RTE/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\tba\n", "row 1, has 2"),
@@ -214,12 +209,7 @@ def _twice(document: str) -> str:
             "no answer. SQuAD has one for each question",
         ),
         ("mlqa", "MLQA_V1/dev/x.json", "", "has no train-v1.1.json"),
-        (
-            "xnli",
-            "XNLI/dev-en.tsv",
-            "ba\tbe\tneutral\n",
-            "train-LANGUAGE.tsv is not there",
-        ),
+        ("xnli", "XNLI/dev-en.tsv", "ba\tbe\tneutral\n", "train-LANGUAGE.tsv is not there"),
         ("xnli", "XNLI/train-en.tsv", "ba\tbe\tneutral\n", "dev-LANGUAGE.tsv is not there"),
     ],
 )

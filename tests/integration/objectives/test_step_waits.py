@@ -22,12 +22,7 @@ from tests.accelerator import Counts, accelerator
 from tests.integration.objectives.conftest import OF_WORDS, settings, world_for
 from tests.support import World
 
-KERNELS = {
-    "topk": 330,
-    "largest": 350,
-    "dense": 330,
-    "vectors": 330,
-}
+KERNELS = {"topk": 330, "largest": 350, "dense": 330, "vectors": 330}
 """Most kernels that a step of `minilm` may launch with a student of two layers, by codec."""
 CODECS: dict[str, dict[str, Any]] = {
     "topk": {"codec": "topk"},

@@ -186,11 +186,7 @@ def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> 
     ids=str,
 )
 def test_ranks_come_from_torchrun_and_slurm(
-    world: World,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    shards: int,
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], shards: int
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

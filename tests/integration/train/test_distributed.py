@@ -49,8 +49,7 @@ def torchrun(world: World, out: Path, *options: object) -> subprocess.Popen[str]
 def by_two(world: World, out: Path, *options: object) -> tuple[list[int], str, str]:
     """Train by two processes with the environment that torchrun gives them; return what they end with."""
     return by_two_ranks(
-        *words(world, out, *options),
-        environment={"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1},
+        *words(world, out, *options), environment={"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1}
     )
 
 

@@ -190,10 +190,7 @@ def test_codecs_that_a_short_corpus_does_not_serve_are_left_out(world: World, co
     assert [setting["codec"]["name"] for setting in json.loads(out)["settings"]] == ["topk"]
     assert "left out: vectors" in err
     command.fails(
-        *asked,
-        *("--for", "minilmv2"),
-        code=1,
-        says="1 training sequences, too few for codec vectors",
+        *asked, *("--for", "minilmv2"), code=1, says="1 training sequences, too few for codec vectors"
     )
 
 

@@ -18,20 +18,14 @@ from tests.support import World
         ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
         ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name begins"),
         ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: give an existing cache as"),
-        (
-            {"caches": "\n  a: {codec: topk, world_size: 2}"},
-            "caches.a.world_size: a study dumps in one",
-        ),
+        ({"caches": "\n  a: {codec: topk, world_size: 2}"}, "caches.a.world_size: a study dumps in one"),
         ({"caches": " {}"}, "line 8, caches: give at least 1"),
         ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
         (
             {"dump": "\n  teacher: x\n  teecher: y"},
             "line 3, dump.teecher: there is no such setting (did you mean teacher?)",
         ),
-        (
-            {"dump": "\n  teacher: x\n  max_length: long"},
-            "line 3, dump.max_length: give",
-        ),
+        ({"dump": "\n  teacher: x\n  max_length: long"}, "line 3, dump.max_length: give"),
         ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
         ({"seed": " [0, one]"}, "line 12, seed.1: give a whole number"),
         ({"seed": " [-1]"}, "seed: give at least 0"),
@@ -39,10 +33,7 @@ from tests.support import World
         ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
         ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 is not divisible by 4 heads"),
         ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
-        (
-            {"objective": " [minilmv2]"},
-            "caches.sampled: --objective minilmv2 needs the query",
-        ),
+        ({"objective": " [minilmv2]"}, "caches.sampled: --objective minilmv2 needs the query"),
         ({"objective": " [{objective: minilm, relation_heads: 2}]"}, "--relation-heads goes with"),
         ({"train": "\n  seed: 3"}, "line 14, train.seed: a study varies this; give it under seed"),
         ({"init": " [random, random]"}, "init.1: random is given twice"),
@@ -79,10 +70,7 @@ from tests.support import World
         ({"seed": " 2020-13-45"}, "a value in it cannot be read"),
         ({"objective": " [{objective: minilmv2, heads: 3}]"}, "objective.0.heads: there is no such setting"),
         ({"train": "\n  preset: [a]"}, "line 14, train.preset: a preset is a name"),
-        (
-            {"train": "\n  accumulate: 3\n  batch_size: 4"},
-            "--batch-size 4 does not divide into 3 parts",
-        ),
+        ({"train": "\n  accumulate: 3\n  batch_size: 4"}, "--batch-size 4 does not divide into 3 parts"),
         ({"train": "\n  device: gpu9"}, "--device gpu9"),
         (
             {"objective": " [minilm, distilbert]", "caches": "\n  a: {codec: vectors}"},

@@ -26,12 +26,7 @@ from minilm_cache.relations.scores import (
     key_mask,
     to_dense,
 )
-from minilm_cache.relations.signals import (
-    DenseLabels,
-    MaskedSequences,
-    Signals,
-    SparseLabels,
-)
+from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals, SparseLabels
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import (

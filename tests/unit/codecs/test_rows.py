@@ -18,11 +18,7 @@ from minilm_cache.codecs.sampling import LAST_CODE, PPS_RATIO, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO, TopKCodec
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations.scores import SparseRows, key_mask, to_dense
-from minilm_cache.storage_schema.identity import (
-    DenseParameters,
-    RelationKind,
-    TopKParameters,
-)
+from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,7 @@ def manifest_of(name: str, **codec: Any) -> CacheManifest:
     """Return the manifest of a golden cache with other settings of its codec."""
     manifest = CacheManifest.model_validate_json((GOLDEN / name / "manifest.json").read_bytes())
     changed = manifest.identity.codec.model_copy(update=codec)
-    return manifest.model_copy(
-        update={"identity": manifest.identity.model_copy(update={"codec": changed})},
-    )
+    return manifest.model_copy(update={"identity": manifest.identity.model_copy(update={"codec": changed})})
 
 
 @pytest.mark.parametrize(

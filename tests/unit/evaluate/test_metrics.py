@@ -46,10 +46,7 @@ def test_a_model_that_always_says_no_scores_nothing(metric: Metric) -> None:
 QUESTIONS = [
     SpanExample(identifier="a", question="?", context="The cat sat, down.", answers=((0, "The cat"),)),
     SpanExample(
-        identifier="b",
-        question="?",
-        context="in 1990 or 1991",
-        answers=((3, "1990"), (3, "1990 or 1991")),
+        identifier="b", question="?", context="in 1990 or 1991", answers=((3, "1990"), (3, "1990 or 1991"))
     ),
     SpanExample(identifier="c", question="?", context="nothing here", answers=()),
     SpanExample(identifier="d", question="?", context="nothing there", answers=()),

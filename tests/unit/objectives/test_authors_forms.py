@@ -155,9 +155,7 @@ def test_mobilebert() -> None:
     targets = tuple(
         {RelationKind.ATTENTION: Targets(DenseRows(rows), mean_row_entropy(rows, lengths))} for rows in told
     )
-    states = Signals(
-        values={SignalName(StateFamily.HIDDEN, n): teachers[n].detach() for n in (1, 2)},
-    )
+    states = Signals(values={SignalName(StateFamily.HIDDEN, n): teachers[n].detach() for n in (1, 2)})
     total = torch.zeros(())
     for layer in range(layers):
         s, t = hidden[layer + 1], teachers[layer + 1].detach()

@@ -81,10 +81,7 @@ def test_losses_of_vectors_are_those_of_sentence_transformers() -> None:
     expected = margin.compute_loss_from_embeddings(columns, teacher)
     torch.testing.assert_close(margin_mse(found), expected, **TWIN)
     kl: Any = of_vectors.DistillKLDivLoss(
-        no_model,
-        similarity_fct=util.pairwise_dot_score,
-        student_temperature=0.5,
-        teacher_temperature=2.0,
+        no_model, similarity_fct=util.pairwise_dot_score, student_temperature=0.5, teacher_temperature=2.0
     )
     expected = kl.compute_loss_from_embeddings(columns, teacher)
     torch.testing.assert_close(listwise(found, 0.5, 2.0), expected, **TWIN)

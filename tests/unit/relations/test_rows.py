@@ -21,13 +21,7 @@ from minilm_cache.relations.scores import (
     split_heads,
     to_dense,
 )
-from minilm_cache.relations.signals import (
-    DenseLabels,
-    MaskedSequences,
-    SparseLabels,
-    expected,
-    soft_labels,
-)
+from minilm_cache.relations.signals import DenseLabels, MaskedSequences, SparseLabels, expected, soft_labels
 from minilm_cache.signals.table import masked_part
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StateFamily

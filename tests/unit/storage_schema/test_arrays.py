@@ -34,14 +34,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity, DenseParameters,
 from minilm_cache.storage_schema.manifest import Calibration
 from minilm_cache.storage_schema.states import SignalName, StateFamily
 from tests.unit.storage_schema.test_base import Content, as_json, with_value, without
-from tests.unit.storage_schema.test_identity import (
-    DENSE,
-    FULL,
-    LITTLE,
-    OF_VECTORS,
-    PPS,
-    identity_of,
-)
+from tests.unit.storage_schema.test_identity import DENSE, FULL, LITTLE, OF_VECTORS, PPS, identity_of
 from tests.unit.storage_schema.test_states import EVERYTHING, states_of
 
 HEAD_SIZE, HEADS, WIDTH = 8, 4, 32

@@ -11,12 +11,7 @@ from minilm_cache.storage_schema.identity import (
     VectorsParameters,
     codec_words,
 )
-from tests.unit.storage_schema.test_base import (
-    Content,
-    as_json,
-    errors_of,
-    with_value,
-)
+from tests.unit.storage_schema.test_base import Content, as_json, errors_of, with_value
 from tests.unit.storage_schema.test_identity import (
     DENSE,
     FULL,

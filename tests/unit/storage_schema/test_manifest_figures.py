@@ -20,14 +20,7 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.states import StateFamily
 from tests.unit.storage_schema.test_arrays import CALIBRATED_LAYERS, CALIBRATED_STATES, CALIBRATION
-from tests.unit.storage_schema.test_base import (
-    Content,
-    as_json,
-    errors_of,
-    named,
-    with_value,
-    without,
-)
+from tests.unit.storage_schema.test_base import Content, as_json, errors_of, named, with_value, without
 from tests.unit.storage_schema.test_manifest import INVALID, STATES, V1, VECTORS, identified, manifest_of
 
 

@@ -10,13 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from minilm_cache.storage_schema.documents import CommitRecord, FileDigest, RelativePath
 from minilm_cache.storage_schema.manifest import TOKENIZER_FILES, CacheManifest
-from tests.unit.storage_schema.test_base import (
-    Content,
-    as_json,
-    errors_of,
-    named,
-    without,
-)
+from tests.unit.storage_schema.test_base import Content, as_json, errors_of, named, without
 from tests.unit.storage_schema.test_manifest import DIGEST, INVALID, RECORD, STATES, V1, VECTORS, manifest_of
 
 

@@ -26,10 +26,7 @@ def test_patterns_of_the_card_are_of_files_that_are_there(complete: Path) -> Non
     configs = front_matter((complete / "README.md").read_text())["configs"]
     files = {config["config_name"]: sorted(complete.glob(config["data_files"])) for config in configs}
 
-    assert files == {
-        "preview": [complete / PREVIEW],
-        "sequences": sorted((complete / "sequences").iterdir()),
-    }
+    assert files == {"preview": [complete / PREVIEW], "sequences": sorted((complete / "sequences").iterdir())}
     assert [config["config_name"] for config in configs if config.get("default")] == ["preview"]
 
 

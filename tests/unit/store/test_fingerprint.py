@@ -8,13 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.store.checked import (
-    digest_bytes,
-    sha256_file,
-    sha256_files,
-    sha256_texts,
-    xxh3,
-)
+from minilm_cache.store.checked import digest_bytes, sha256_file, sha256_files, sha256_texts, xxh3
 
 
 @settings(max_examples=50, deadline=None)

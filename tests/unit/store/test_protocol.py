@@ -148,6 +148,5 @@ def test_no_order_of_claims_writes_deaths_and_withdrawals_breaks_a_cache(complet
         source = complete
 
     run_state_machine_as_test(
-        OfThisCache,
-        settings=settings(max_examples=8 * soak, stateful_step_count=25, deadline=None),
+        OfThisCache, settings=settings(max_examples=8 * soak, stateful_step_count=25, deadline=None)
     )

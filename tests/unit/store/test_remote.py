@@ -116,13 +116,7 @@ def test_links_and_pipes_of_a_local_store_are_damage(tmp_path: Path) -> None:
             open_store(str(tmp_path)).read(name, 2**20)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "write",
-        "create",
-    ],
-)
+@pytest.mark.parametrize("way", ["write", "create"])
 def test_a_file_where_a_folder_is_needed_is_a_refusal(tmp_path: Path, way: str) -> None:
     (tmp_path / "file").write_bytes(b"content")
     folder = open_store(str(tmp_path / "file"))
