@@ -21,6 +21,7 @@ from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.durable import new_folder
+from minilm_cache.wording import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,9 @@ def teacher_weights(
         folder = locate_teacher(given).folder
         sha256 = weights_sha256(folder)
         if sha256 != expected and may_be_donor:
-            return TeacherWeights(folder=folder, sha256=sha256, in_words=f"donor {given}", is_donor=True)
+            # Cards say it, and paths reveal details of a machine.
+            name = printable(folder.resolve().name) if Path(given).is_dir() else given
+            return TeacherWeights(folder=folder, sha256=sha256, in_words=f"donor {name}", is_donor=True)
         if sha256 != expected:
             raise IdentityMismatchError(
                 f"--init-teacher {given} (weights {sha256[:12]}) is not the teacher of this cache "

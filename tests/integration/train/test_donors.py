@@ -55,6 +55,7 @@ def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
     assert student.init == "another model"
     assert student.begun_with is not None
     assert "donor" in student.begun_with
+    assert str(tmp_path) not in student.begun_with
     model = AutoModel.from_pretrained(result.student_path(arch))
     assert model.config.model_type == "roberta"
     assert result.record.identity.vocab is None
