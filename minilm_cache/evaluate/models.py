@@ -33,7 +33,8 @@ from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
-from minilm_cache.train.record import load_record, refuse_other_weights
+from minilm_cache.train.record import load_record
+from minilm_cache.train.students import refuse_other_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

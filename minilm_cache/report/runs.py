@@ -22,14 +22,8 @@ from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalNam
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import TEACHER_CACHE, VIA, RunFolder, is_run, rounds_of, runs_of
-from minilm_cache.train.record import (
-    ANOTHER_MODEL,
-    FEW_HELD_OUT,
-    RunRecord,
-    StudentRecord,
-    load_record,
-    refuse_other_weights,
-)
+from minilm_cache.train.record import ANOTHER_MODEL, FEW_HELD_OUT, RunRecord, StudentRecord, load_record
+from minilm_cache.train.students import refuse_other_weights
 from minilm_cache.wording import Described, counted, printable, some_of
 
 _COMPARED_SETTINGS: Final = {"arch", "objective", "relation_heads", "query_key_relations"}

@@ -40,7 +40,8 @@ from minilm_cache.train.config import (
     refuse_no_beginning,
 )
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.record import ANOTHER_MODEL, load_record, refuse_other_weights
+from minilm_cache.train.record import ANOTHER_MODEL, load_record
+from minilm_cache.train.students import refuse_other_weights
 from minilm_cache.train.vocabulary import student_vocabulary
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
-from minilm_cache.models.files import weights_sha256
 from minilm_cache.objectives.config import ObjectiveFields
 from minilm_cache.storage_schema.base import StoredModel, refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
@@ -346,34 +345,6 @@ def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
     if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
     return f"Losses of {identity.objective}"
-
-
-def refuse_other_weights(folder: Path, record: RunRecord) -> None:
-    """Raise IdentityMismatchError for a student whose weights are not those that its run has written.
-
-    Args:
-        folder: folder of the run.
-        record: record of the run. Students whose folders are gone are not looked at.
-
-    Raises:
-        TeacherError: the folder of a student has no weights.
-    """
-    for student in record.students:
-        path = RunFolder(path=folder).student(student.arch)
-        expected = student.weights_sha256
-        if expected is not None and path.is_dir() and weights_sha256(path) != expected:
-            raise IdentityMismatchError(
-                f"{path} has other weights than those that the run has written, so its recorded losses are "
-                "not theirs. Put them back; or move that folder away and run the same `minilm-cache train` "
-                "again, which writes it from the state that the run keeps."
-            )
-
-
-def lost_students(folder: Path, record: RunRecord) -> list[Path]:
-    """Return the folders that a complete run has written and that are gone."""
-    trained = (student for student in record.students if student.diverged_at is None)
-    paths = (RunFolder(path=folder).student(student.arch) for student in trained)
-    return [path for path in paths if not path.is_dir()]
 
 
 def has_trained_nothing(folder: Path, record: RunRecord) -> bool:

@@ -39,8 +39,6 @@ from minilm_cache.train.record import (
     RunRecord,
     StudentRecord,
     VocabularyRecord,
-    lost_students,
-    refuse_other_weights,
     run_recipe,
     write_record,
 )
@@ -61,6 +59,7 @@ from minilm_cache.train.setup import (
     same_students,
     student_shapes,
 )
+from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage

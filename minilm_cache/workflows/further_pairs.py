@@ -116,8 +116,8 @@ def _nearest(
         yield from products.topk(min(2 * _NEAR, len(seconds))).indices.tolist()
 
 
-def other_classes(cache: Cache, num_pairs: int, classes: Sequence[str]) -> str | None:
-    """Return in words that the teacher answers further pairs with other classes; None where it does not.
+def other_classes(cache: Cache, num_pairs: int, classes: Sequence[str]) -> Iterator[str]:
+    """Yield a remark if the teacher answers further pairs with other classes than the task's.
 
     Near texts are seldom paraphrases of each other, and students learn how often a class comes.
 
@@ -128,16 +128,15 @@ def other_classes(cache: Cache, num_pairs: int, classes: Sequence[str]) -> str |
     """
     answers = np.array([int(cache[number].states()[LOGITS][0].argmax()) for number in range(len(cache))])
     is_own = documents_of(cache) < num_pairs
-    if len(classes) == 1 or is_own.all():
-        return None
+    if is_own.all():
+        return
     own, further = (
         np.bincount(answers[chosen], minlength=len(classes)) / chosen.sum() for chosen in (is_own, ~is_own)
     )
     most = int(np.abs(own - further).argmax())
-    if abs(own[most] - further[most]) < _OTHER_SHARE:
-        return None
-    return (
-        f"the teacher answers {classes[most]!r} to {100 * own[most]:.0f} % of the task's pairs and to "
-        f"{100 * further[most]:.0f} % of the further ones, which students learn. If they end worse, give a "
-        "smaller --mined, or leave out --mine"
-    )
+    if abs(own[most] - further[most]) >= _OTHER_SHARE:
+        yield (
+            f"the teacher answers {classes[most]!r} to {100 * own[most]:.0f} % of the task's pairs and to "
+            f"{100 * further[most]:.0f} % of the further ones, which students learn. If they end worse, give "
+            "a smaller --mined, or leave out --mine"
+        )

@@ -15,7 +15,8 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.record import load_record, refuse_other_weights
+from minilm_cache.train.record import load_record
+from minilm_cache.train.students import refuse_other_weights
 from minilm_cache.workflows.config import SearchTextConfig
 
 _PART: Final = 512

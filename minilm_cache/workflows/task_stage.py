@@ -106,8 +106,9 @@ def run_task_stage(
     packing = "pairs" if is_pair else "records"
     dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
     dump_cache(dumping, out=out / CACHE, session=session)
-    if encoder is not None and (remark := other_classes(open_cache(out / CACHE), len(examples), of_teacher)):
-        session.progress.note(remark)
+    if encoder is not None and config.augment is None and len(of_teacher) > 1:
+        for remark in other_classes(open_cache(out / CACHE), len(examples), of_teacher):
+            session.progress.note(remark)
     run = train_students(training, out / CACHE, out=out / RUN, session=session)
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)

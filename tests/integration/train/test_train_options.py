@@ -153,7 +153,7 @@ def test_a_run_that_is_over_goes_on_with_more_steps(world: World) -> None:
 def test_a_run_whose_state_was_not_kept_cannot_go_on(world: World) -> None:
     world.dump()
     result = go(world, steps=20, keep_checkpoints=0)
-    with pytest.raises(IdentityMismatchError, match=f"not kept .* --init {result.path} and another --out"):
+    with pytest.raises(IdentityMismatchError, match=f"not there .* --init {result.path} and another --out"):
         go(world, steps=40)
     with pytest.raises(IdentityMismatchError, match=r"holds another run, which differs in steps"):
         go(world, steps=10)
