@@ -50,7 +50,7 @@ LABELLED: Final = {
 ALL_LABELLED: Final = ("mrpc", "rte", "cola", "qnli", "stsb-all")
 """Tasks all of whose texts have labels here."""
 OF_PAIRS: Final = ("stsb", "stsb-all", "mrpc", "qnli")
-"""Tasks whose texts are also paired anew. Of RTE the teacher knows too little."""
+"""Tasks whose texts are also paired anew; of RTE the teacher knows too little."""
 LABEL_WEIGHT: Final = 0.5
 COPIES: Final = 10
 """Augmented copies of each text."""

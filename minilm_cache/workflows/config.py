@@ -177,8 +177,8 @@ class TaskStageConfig(FrozenSettings):
     """Copies of each text."""
     mine: str | None = None
     """Sentence encoder, like mini, that makes further pairs of a task's texts for the teacher to answer: the
-    first text of each pair with second texts that are near it. It is for tasks whose labels are values; of
-    classes, nearly all further pairs may have one. None means no further pairs."""
+    first text of each pair with second texts that are near it. It is worth most where labels are values; of
+    classes, nearly all further pairs may have one, which a line then says. None means no further pairs."""
     mined: Annotated[int, Field(ge=1, le=30)] = 8
     """Further pairs of each first text."""
     intermediate: bool = False
