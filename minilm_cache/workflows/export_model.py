@@ -17,7 +17,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.deploy.forms import Form, write_form
-from minilm_cache.errors import DeviceError, InvalidConfigError
+from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
@@ -30,7 +30,7 @@ from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import PoolingMode
 from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.store.layout import CARD, MANIFEST
-from minilm_cache.store.urls import is_url
+from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
 from minilm_cache.wording import rendered
@@ -143,14 +143,25 @@ def export_model(
 
 def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Iterator[Texts]:
     """Yield texts, or pairs, of the cache or the corpus; of a cache those that it holds out come last."""
-    place = config.corpus
+    place, expected = config.corpus, ""
     if place is None:
         run = model.folder.resolve().parent.parent
         if not is_run(run):
             raise no_texts(model.name)
-        place = load_record(run).cache
+        record = load_record(run)
+        place, expected = record.cache, record.identity.fingerprint
+        if is_url(place):
+            raise InvalidConfigError(
+                f"run {run} says that its cache is at {without_secrets(place)}, but a URL from a run is not "
+                "opened by itself. Give it by --corpus if you trust it."
+            )
     if is_url(place) or (Path(place) / MANIFEST).is_file() or config.corpus is None:
         cache = open_cache(place, home=session.home)
+        if expected not in ("", cache.manifest.fingerprint):
+            raise IdentityMismatchError(
+                f"{place} is not the cache that {model.name} was trained from. Give texts by --corpus: that "
+                "cache, or others such as the student will read."
+            )
         last = range(cache.manifest.num_train, len(cache))[: config.texts]
         needed = 2 * config.texts - len(last)
         step = max(1, cache.manifest.num_train // needed)

@@ -221,7 +221,13 @@ def test_a_student_is_fitted_to_its_own_cache(world: World, tmp_path: Path, comm
         min(cosines_by_the_page(tmp_path / "mapped", plain)) > 1 - 1e-4
     )  # with the map to the teacher's width
     shutil.rmtree(cache.path)
-    command.fails("export-model", student, "--onnx", "--out", tmp_path / "no", *FEW, code=1, says="cache")
+    again = ("export-model", student, "--onnx", "--out", tmp_path / "no", *FEW)
+    command.fails(*again, code=1, says="cache")
+    world.dump(str(tmp_path / "cache"), **{"for": "embedding", "max_tokens": 600})
+    command.fails(*again, code=1, says="is not the cache that")
+    record = tmp_path / "run/run.json"
+    record.write_text(record.read_text().replace(str(tmp_path / "cache"), "s3://bucket/cache"))
+    command.fails(*again, code=2, says=("a URL from a run is not opened by itself", "--corpus"))
 
 
 def test_what_has_lost_too_much_is_not_written(world: World, tmp_path: Path, command: Command) -> None:
