@@ -167,7 +167,8 @@ def packing_of(
             f"--max-length {max_length} leaves no room for text after {num_special} special tokens. Choose "
             "a larger one."
         )
-    refuse_long_prompt(tokenizer, prompt, room=max_length - num_special)
+    if prompt is not None:
+        refuse_long_prompt(tokenizer, prompt, max_length=max_length)
     return Packing(
         mode=mode,
         max_length=max_length,
@@ -180,13 +181,15 @@ def packing_of(
     )
 
 
-def refuse_long_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | None, *, room: int) -> None:
-    """Raise InvalidConfigError for a prompt that leaves no room for a text."""
-    num_tokens = 0 if prompt is None else len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+def refuse_long_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, *, max_length: int) -> None:
+    """Raise InvalidConfigError for a prompt that leaves no room for a text beside it."""
+    template = template_of(tokenizer)
+    room = max_length - len(template.before) - len(template.after)
+    num_tokens = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     if num_tokens >= room:
         raise InvalidConfigError(
-            f"the prompt {str(prompt)[:40]!r} takes {num_tokens} tokens, and --max-length leaves room for "
-            f"{room}. Give a shorter one (--prompt, --prompt-name), or a greater --max-length."
+            f"the prompt {prompt[:40]!r} takes {num_tokens} tokens, and --max-length leaves room for "
+            f"{room}. Give a greater --max-length, or a shorter one (--prompt, --prompt-name, --role-column)."
         )
 
 

@@ -85,8 +85,6 @@ def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
             f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling (include_prompt), "
             "which is not done here. Take another teacher, or texts without a prompt."
         )
-    for each in () if roles is None else roles.prompts.values():
-        refuse_long_prompt(teacher.tokenizer, each, room=config.max_length)
     corpus = load_corpus(
         config.corpus,
         config.text_column,
@@ -98,6 +96,11 @@ def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
     if roles is not None:
         plain = load_corpus(config.corpus, config.text_column, config.documents, home=home)
         corpus.texts_sha256 = plain.texts_sha256
+        for prompt_of_role in roles.prompts.values():
+            if len(prompt_of_role) >= config.max_length and any(
+                text.startswith(prompt_of_role) for text in corpus.texts()
+            ):
+                refuse_long_prompt(teacher.tokenizer, prompt_of_role, max_length=config.max_length)
     return corpus.with_prompt(prompt)
 
 

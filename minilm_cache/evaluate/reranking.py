@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from sentence_transformers import CrossEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
 from minilm_cache.errors import InvalidConfigError
@@ -28,6 +28,7 @@ from minilm_cache.evaluate.retrieval import (
     vectors_of,
 )
 from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankConfig
+from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import is_classifier, read_config
@@ -201,7 +202,8 @@ def _first(data: OwnData, most: int | None) -> OwnData:
 def _refuse_other_answers(model: Evaluated) -> None:
     """Raise InvalidConfigError for a model that is no cross-encoder of one score."""
     config = read_config(model.folder)
-    answers = config.num_labels if is_classifier(config) else None
+    is_pooled = model.runtime is None and load_pooled_head(model.folder) is not None
+    answers = config.num_labels if is_pooled or is_classifier(config) else None
     if answers != 1:
         raise no_reranker(model.name, answers)
 
@@ -209,6 +211,14 @@ def _refuse_other_answers(model: Evaluated) -> None:
 def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pairs], Scores]:
     """Return a function that scores pairs by a cross-encoder, before any activation."""
     tokenizer = model.tokenizer(config.max_length)
+    if load_pooled_head(model.folder) is not None:  # a sentence encoder that was fine-tuned to score pairs
+        pooled = SentenceTransformer(
+            str(model.folder), device=device, local_files_only=True, model_kwargs={"use_safetensors": True}
+        )
+        pooled.max_seq_length = min(pooled.max_seq_length or config.max_length, config.max_length)
+        return lambda pairs: np.asarray(
+            pooled.encode(list(pairs), batch_size=config.batch_size, show_progress_bar=False)
+        )[:, 0]
     if model.runtime is None:
         encoder = CrossEncoder(
             str(model.folder),

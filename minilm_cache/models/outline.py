@@ -44,7 +44,7 @@ class Outline:
             hidden_size=_number(config.get("hidden_size")),
             embedding_size=_number(config.get("embedding_size", config.get("hidden_size"))),
             positions=_number(config.get("max_position_embeddings")),
-            answers=_answers(config),
+            answers=_answers(config, pools=(source.folder / "modules.json").is_file()),
         )
 
 
@@ -52,8 +52,9 @@ def _number(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _answers(config: dict[str, Any]) -> int | None:
-    if not says_classifier(config.get("architectures")):
+def _answers(config: dict[str, Any], *, pools: bool) -> int | None:
+    """Return the number of answers; a fine-tuned sentence encoder pools them, and names its kind of task."""
+    if not says_classifier(config.get("architectures")) and not (pools and config.get("problem_type")):
         return None
     labels = config.get("id2label")
     return len(labels) if isinstance(labels, dict) and labels else _number(config.get("num_labels")) or 2

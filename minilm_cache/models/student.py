@@ -36,7 +36,9 @@ _SHARED_FIELDS: Final = (
     "initializer_range",
 )
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
-_TEACHER_FIELDS: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
+_TEACHER_FIELDS: Final = frozenset(
+    {"model_type", "architectures", "id2label", "label2id", "num_labels", "problem_type"}
+)
 """Keys of a teacher's configuration that a student does not get: the family is set, labels differ."""
 _MAX_NAME: Final = 256
 _MAX_WEIGHT_RATIO: Final = 4

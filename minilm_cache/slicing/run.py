@@ -1,13 +1,13 @@
 """Cuts a teacher to a shape, and writes the slice as a model that opens everywhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
@@ -47,6 +47,8 @@ class SliceResult(Made):
     kl: dict[RelationKind, float] | None
     """KL(teacher || slice) of the last layer's relations on further text, nats. None means that there was
     none, or that the two have different numbers of heads."""
+    left_out: str | None = None
+    """Why it has not the teacher's pooling. None means that it has, or that the teacher has none."""
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
@@ -106,7 +108,10 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
     with saving("write", out), new_folder(out) as folder:
         student.save_pretrained(folder)
         load_tokenizer(source.folder).save_pretrained(folder)
-        copy_pooling(source.folder, folder, student_config)
+        try:
+            copy_pooling(source.folder, folder, student_config)
+        except TeacherError as error:  # it is not needed to begin students with
+            result = replace(result, left_out=str(error))
         (folder / "README.md").write_text(_card(source, shape, result))
     return result
 
@@ -146,4 +151,6 @@ def _card(source: TeacherSource, shape: StudentShape, result: SliceResult) -> st
             "",
             f"KL(teacher, slice) of the last layer's relations on further text, nats: {words}.",
         ]
+    if result.left_out is not None:
+        lines = [*lines, "", f"It has not the teacher's pooling: {result.left_out}"]
     return "\n".join([*lines, ""])

@@ -155,7 +155,10 @@ def refuse_store(target: RemoteFolder) -> None:
     """Raise IdentityMismatchError for a place in a store that is no cache, and has caches below it."""
     if begun_manifest(target) is None:
         for name in target.folders():
-            if begun_manifest(target.below(name)) is not None:
+            manifest = None
+            with suppress(CacheCorruptError):  # other programs have files of this name, too
+                manifest = begun_manifest(target.below(name))
+            if manifest is not None:
                 raise IdentityMismatchError(
                     f"{target.url} holds other caches, such as {name}. Give --out a name below it: "
                     f"{target.url}/NAME."

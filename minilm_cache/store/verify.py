@@ -26,6 +26,7 @@ from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, read_manifest
 from minilm_cache.store.remote import RemoteFolder, for_each, open_store
 
+_MAX_INDEX_BYTES = 2**31
 _REMOTE_PART_BYTES = 2**23
 """Most bytes of a request that reads a file in a store."""
 CheckRows = Callable[[CacheReader], Callable[[Segment], None]]
@@ -119,9 +120,9 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
         StorageError: the store cannot be reached.
     """
     source = open_store(url)
-    sizes = source.sizes()
     try:
         manifest = named_manifest(source)
+        sizes = source.sizes()
         digests = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
         tables = [
             Damage(path=path, shard=None, reason=reason)
@@ -133,9 +134,10 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
             return Verdict(complete=True, num_files=len(digests), num_bytes=num_bytes, damage=tuple(tables))
         reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
     except (CacheCorruptError, CacheNotFoundError) as error:
-        if isinstance(error, CacheNotFoundError) and INDEX not in sizes:
+        is_missing = isinstance(error, CacheNotFoundError)
+        if is_missing and source.read_if_there(INDEX, _MAX_INDEX_BYTES) is None:
             raise
-        lost = Damage(path=MANIFEST, shard=None, reason=str(error))
+        lost = Damage(path=MANIFEST, shard=None, reason="missing" if is_missing else "damaged")
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(lost,))
     files, damaged = _listed_files(reader.root, reader.manifest)
     num_bytes = sum(digest.size for _, _, digest in files)

@@ -492,7 +492,7 @@ def _model_folder(folder: Path, arch: str) -> Path:
     """Return the folder of a run's student of this shape, or the folder itself if it is not a run."""
     if not is_run(folder):
         return folder
-    refuse_other_weights(folder, load_record(folder))
+    refuse_other_weights(folder, load_record(folder), arch)
     student_folder = RunFolder(path=folder).student(arch)
     if not student_folder.is_dir():
         raise InvalidConfigError(

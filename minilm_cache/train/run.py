@@ -501,9 +501,11 @@ class _Run:
         students = self._in_order(records)
         if self.ranks.is_first:
             trainer_of = {trainer.shape.arch: trainer for trainer in trainers}
+            lost = lost_students(self.folder.path, record)  # of a complete run, the others stay as they are
             students = tuple(
                 self._save(student, trainer_of, record=record, state=state)
                 if student.diverged_at is None
+                and (not record.complete or self.folder.student(student.arch) in lost)
                 else student
                 for student in students
             )

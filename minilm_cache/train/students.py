@@ -2,26 +2,24 @@
 
 from pathlib import Path
 
-from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.models.files import weights_sha256
+from minilm_cache.errors import IdentityMismatchError, TeacherError
+from minilm_cache.models.files import weight_files, weights_sha256
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import RunRecord
 
 
-def refuse_other_weights(folder: Path, record: RunRecord) -> None:
+def refuse_other_weights(folder: Path, record: RunRecord, arch: str | None = None) -> None:
     """Raise IdentityMismatchError for a student whose weights are not those that its run has written.
 
     Args:
         folder: folder of the run.
-        record: record of the run. Students whose folders are gone are not looked at.
-
-    Raises:
-        TeacherError: the folder of a student has no weights.
+        record: record of the run. Students whose weights are gone are not looked at.
+        arch: shape of the student that is looked at. None means all of them.
     """
     for student in record.students:
-        path = RunFolder(path=folder).student(student.arch)
-        expected = student.weights_sha256
-        if expected is not None and path.is_dir() and weights_sha256(path) != expected:
+        path, expected = RunFolder(path=folder).student(student.arch), student.weights_sha256
+        is_asked = arch in (None, student.arch) and expected is not None
+        if is_asked and _has_weights(path) and weights_sha256(path) != expected:
             raise IdentityMismatchError(
                 f"{path} has other weights than those that the run has written, so its recorded losses are "
                 "not theirs. Put them back; or move that folder away and run the same `minilm-cache train` "
@@ -30,7 +28,14 @@ def refuse_other_weights(folder: Path, record: RunRecord) -> None:
 
 
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:
-    """Return the folders that a complete run has written and that are gone."""
+    """Return the folders that a complete run has written and that are gone, or have lost their weights."""
     trained = (student for student in record.students if student.diverged_at is None)
     paths = (RunFolder(path=folder).student(student.arch) for student in trained)
-    return [path for path in paths if not path.is_dir()]
+    return [path for path in paths if not _has_weights(path)]
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except TeacherError:
+        return False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minilm_cache.cache import Cache
@@ -27,6 +28,8 @@ from minilm_cache.store.durable import new_file, storage_errors
 
 _NEAR: Final = 30
 """Second texts nearest to a first one, of which further pairs are drawn."""
+_ASKED: Final = 2000
+"""Pairs of the task, and further ones, whose answers are compared."""
 _OTHER_SHARE: Final = 0.2
 """Difference of the shares of a class from which on it is said."""
 _PART: Final = 1024
@@ -126,13 +129,10 @@ def other_classes(cache: Cache, num_pairs: int, classes: Sequence[str]) -> Itera
         num_pairs: pairs of the task.
         classes: names of the teacher's classes, by number.
     """
-    answers = np.array([int(cache[number].states()[LOGITS][0].argmax()) for number in range(len(cache))])
     is_own = documents_of(cache) < num_pairs
     if is_own.all():
         return
-    own, further = (
-        np.bincount(answers[chosen], minlength=len(classes)) / chosen.sum() for chosen in (is_own, ~is_own)
-    )
+    own, further = (_shares(cache, np.flatnonzero(of_kind), len(classes)) for of_kind in (is_own, ~is_own))
     most = int(np.abs(own - further).argmax())
     if abs(own[most] - further[most]) >= _OTHER_SHARE:
         yield (
@@ -140,3 +140,11 @@ def other_classes(cache: Cache, num_pairs: int, classes: Sequence[str]) -> Itera
             f"{100 * further[most]:.0f} % of the further ones, which students learn. If they end worse, give "
             "a smaller --mined, or leave out --mine"
         )
+
+
+def _shares(cache: Cache, numbers: npt.NDArray[np.int64], num_classes: int) -> npt.NDArray[np.float64]:
+    """Return the share of each class in the teacher's answers to some of these sequences."""
+    asked = numbers[:: max(1, len(numbers) // _ASKED)]
+    answers = [int(cache[int(number)].states()[LOGITS][0].argmax()) for number in asked]
+    shares: npt.NDArray[np.float64] = np.bincount(answers, minlength=num_classes) / len(answers)
+    return shares

@@ -52,10 +52,11 @@ class Pass:
                 arch = record.identity.arch
                 if arch and self.of(arch).name == folder.name:
                     found.append((record.complete, arch))
-        left = self.config.arch
+        left, taken = self.config.arch, set[str]()
         for is_complete, arch in sorted(found, key=lambda run: (not run[0], -len({*run[1]} & {*left}))):
-            if {*arch} <= {*left} or (is_complete and {*arch} & {*left}):
+            if {*arch} <= {*left} or (is_complete and {*arch} & {*left} and not {*arch} & taken):
                 yield self.of(arch)
+                taken |= {*arch}
                 left = tuple(shape for shape in left if shape not in arch)
         if left:
             yield self.of(left)

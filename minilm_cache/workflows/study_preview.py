@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from minilm_cache.cache import open_cache
@@ -14,7 +15,7 @@ from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
-from minilm_cache.train.record import load_record, refuse_other_run
+from minilm_cache.train.record import has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.workflows.study import check_shapes, compared, place_of_cache
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study
@@ -97,13 +98,21 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
         if here and isinstance(cache, DumpConfig):
             refuse_other_dump(cache, folder / "caches" / name, session)
 
+    @lru_cache
+    def fingerprint(name: str) -> str:
+        place = place_of_cache(study, folder, name)
+        return open_cache(place, home=session.home).manifest.fingerprint
+
     def states(passes: Iterable[Pass]) -> list[tuple[Pass, str]]:
         found = []
         for planned in passes:
             run = folder / "runs" / planned.name
-            if of_caches[planned.cache] == COMPLETE and is_run(run):
-                cache = open_cache(place_of_cache(study, folder, planned.cache), home=session.home)
-                refuse_other_run(run, load_record(run), {"fingerprint": cache.manifest.fingerprint})
+            record = load_record(run) if is_run(run) else None
+            if record is None or has_trained_nothing(run, record):
+                found.append((planned, TO_DO))
+                continue
+            if of_caches[planned.cache] == COMPLETE:
+                refuse_other_run(run, record, {"fingerprint": fingerprint(planned.cache)})
             found.append((planned, run_state(run)))
         return found
 

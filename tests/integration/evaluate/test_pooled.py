@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import save_teacher
+from tests.support import save_teacher, write_groups
 from tests.tasks import evaluated, write_glue, write_sst2
 
 TEXTS = ["ba be bi", "bo", "ban ben bun ba be bi bo"]
@@ -125,3 +125,28 @@ def test_answers_are_taken_for_no_vectors(tmp_path: Path, command: Command) -> N
     command.fails(*export, "--min-cosine", 1, "--out", tmp_path / "none", code=1, says="--min-cosine is 1")
     measured = ("--retrieval", own, "--out", tmp_path / "none")
     command.fails(*export, *measured, code=2, says="are about vectors")
+
+
+def test_a_student_for_search_of_a_tuned_encoder_gives_vectors(tmp_path: Path, command: Command) -> None:
+    """Its teacher answers, and what its configuration says of a task is not the student's."""
+    model, data = encoder_in(tmp_path / "encoder"), write_glue(tmp_path / "glue")
+    asked = ("--task", "stsb", "--data", data, "--lr", "1e-3", "--epochs", 2, "--batch-size", 4)
+    evaluated(command, model, *asked, "--keep-models", "--out", tmp_path / "out")
+    (folder,) = (tmp_path / "out/stsb").iterdir()
+    groups = write_groups(tmp_path / "groups.jsonl")
+    dump = ("dump", "--teacher", folder / "model", "--corpus", groups, "--max-length", 32)
+    pairs = ("--pair-columns", "query,right+wrong", "--for", "margin-mse", "--out", tmp_path / "cache")
+    assert command(*dump, *pairs)[0] == 0
+    train = ("train", tmp_path / "cache", "--objective", "margin-mse", "--arch", "1x16", "--steps", 2)
+    code, _, err = command(*train, "--batch-size", 8, "--device", "cpu", "--out", tmp_path / "run")
+    assert code == 0, err
+    own = tmp_path / "own.jsonl"
+    pairs_of_own = [{"question": "ba be", "answer": "bi bo"}, {"question": "bo", "answer": "ba ben"}]
+    own.write_text("".join(json.dumps(row) + "\n" for row in pairs_of_own))
+    rerank = ("rerank", folder / "model", "--retrieval", own, "--first-stage", model, "--max-length", 32)
+    code, out, err = command(*rerank, "--json")
+    assert code == 0, err
+    assert [scorer["model"] for scorer in json.loads(out)["models"]][-1] == folder.name
+    code, _, err = command("embeddings", model, tmp_path / "run", "--retrieval", own, "--max-length", 32)
+    assert code == 0, err
+    assert opened(tmp_path / "run/students/1x16").encode(TEXTS).shape == (3, 16)

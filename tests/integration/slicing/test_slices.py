@@ -192,6 +192,14 @@ def test_a_slice_of_a_sentence_encoder_pools_as_its_teacher(world: World, arch: 
     assert model.encode("ba be bi").shape == (24 if arch == "2x32" else 16,)
 
 
+def test_a_pooling_that_is_not_computed_here_is_left_out_aloud(world: World) -> None:
+    save_encoder(world.teacher, "weightedmean")
+    result = _slice(world, "slice")
+    assert "weightedmean" in str(result.left_out)
+    assert "weightedmean" in (result.path / "README.md").read_text()
+    assert not (result.path / "modules.json").exists()
+
+
 def test_the_same_text_gives_the_same_bytes(world: World) -> None:
     first, second = (_slice(world, name).path / "model.safetensors" for name in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()

@@ -407,7 +407,8 @@ def test_damaged_tables_of_a_store_are_damage(
     if is_kept:
         assert command("verify", url)[0] == 0
     file.write_bytes(before[:40] + bytes([before[40] ^ 1]) + before[41:])
-    command.fails("verify", url, code=3, says=(path, "push --full"))
+    line = command.fails("verify", url, code=3, says=(path, "push --full"))
+    assert line.count("Ask its publisher") == 1
     file.unlink()
     command.fails("verify", url, code=3, says=path)
 

@@ -207,14 +207,21 @@ def test_seeds_of_students_that_draw_nothing_are_said_to_be_the_same(world: Worl
 def test_students_that_are_gone_are_written_again(world: World, command: Command) -> None:
     world.dump()
     run = world.root / "run"
-    train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 4, "--batch-size", 4, "--out", run)
+    shapes = ("--arch", "2x16", "--arch", "1x32")
+    train = ("train", world.root / "cache", *shapes, "--steps", 4, "--batch-size", 4, "--out", run)
     assert command(*train)[0] == 0
+    other_card = run / "students/1x32/README.md"
+    other_card.write_text(other_card.read_text() + "mine\n")
     folder, away = run / "students/2x16", world.root / "away"
     before = (folder / "model.safetensors").read_bytes()
     folder.rename(away)
     code, _, err = command(*train)
     assert code == 0, err
     assert "2x16 is gone: the students are written again from the last state" in err
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert other_card.read_text().endswith("mine\n")
+    (folder / "model.safetensors").unlink()
+    assert command(*train)[0] == 0
     assert (folder / "model.safetensors").read_bytes() == before
     assert "already complete" in command(*train)[2]
 
