@@ -509,8 +509,7 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
                     _refuse_lacking_of(config, identity)
         heads = None if identity is None else identity.relation_heads
         if isinstance(cache, DumpConfig):
-            own = ("caches", name, "teacher")
-            with study.located(own if study.source.holds(own) else ("dump", "teacher")):
+            with study.located(_of_cache(study, name, "teacher")):
                 heads = Outline.of(cache.teacher, cache.revision).num_heads
             if here:
                 _refuse_no_text_of(study, name, cache)
@@ -518,9 +517,14 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
             _refuse_undivided_of(study, configs, heads)
 
 
+def _of_cache(study: "Study", name: str, key: str) -> tuple[str, ...]:
+    """Return where the document has a setting of a cache: its own, or the one that all caches share."""
+    own = ("caches", name, key)
+    return own if study.source.holds(own) else ("dump", key)
+
+
 def _refuse_no_text_of(study: "Study", name: str, cache: DumpConfig) -> None:
-    own = ("caches", name, "corpus")
-    with study.located(own if study.source.holds(own) else ("dump", "corpus")):
+    with study.located(_of_cache(study, name, "corpus")):
         refuse_missing(corpus=cache.corpus)
         refuse_no_text(cache.corpus, cache.text_column, cache.pair_columns)
 

@@ -79,11 +79,12 @@ class TextSettings(SequenceSettings):
 
     @model_validator(mode="after")
     def _pairs_are_of_columns(self) -> "TextSettings":
-        if (self.packing == "pairs") != (self.pair_columns is not None):
-            given = "--packing pairs" if self.packing == "pairs" else f"--packing {self.packing}"
-            goes = "goes" if self.packing == "pairs" else "does not go"
-            also = ", and only with it" if self.packing == "pairs" else ", which make sequences of pairs"
-            raise ValueError(f"{given} {goes} with --pair-columns{also}")
+        if self.packing == "pairs" and self.pair_columns is None:
+            raise ValueError("--packing pairs goes with --pair-columns, and only with it")
+        if self.packing != "pairs" and self.pair_columns is not None:
+            raise ValueError(
+                f"--packing {self.packing} does not go with --pair-columns, which make sequences of pairs"
+            )
         if self.truncation is not None and self.pair_columns is None:
             raise ValueError("--truncation goes with --pair-columns: of one text the end is cut")
         return self

@@ -113,8 +113,6 @@ _DENIED: Final = (
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
 _METADATA: Final = ("169.254.16", "169.254.17")
 """Addresses of servers that are asked where no key is set."""
-_LOCAL: Final = ("file", "local")
-"""Schemes of folders of this machine."""
 _DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", *_METADATA)
 """What errors say that have no type of their own."""
 _RETRY_REMEDY: Final = (
@@ -153,7 +151,7 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
             ) from error
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
-        if isinstance(error, OSError) and error.errno is not None and parts_of_url(url)[0] in _LOCAL:
+        if isinstance(error, OSError) and error.errno is not None and parts_of_url(url)[0] == "file":
             remedy = remedy_of(error)
         reason = first_line(error)
         if any(address in reason for address in _METADATA):
