@@ -10,6 +10,7 @@ import pytest
 from minilm_cache.session import Session
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # there is no GPU that kernels could be compiled for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator where it has a real one, too
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 

@@ -8,6 +8,7 @@ from itertools import cycle, islice, product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.inputs import Bench
 from benchmarks.loops import graphs_for, offline, rates, stream_of, trainers_of, usual
@@ -17,7 +18,8 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.loss import Method, relation_loss, scores_bytes
-from minilm_cache.relations.scores import DenseRows, Targets, Vectors
+from minilm_cache.relations.scores import SparseRows, Targets, VectorRows, Vectors, densify
+from minilm_cache.relations.trust import has_kernels
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.graph import Graphs, Replayed
@@ -29,8 +31,9 @@ other: of decoding, of the teacher, of a student."""
 KEPT_BATCHES = 4
 """Batches that are kept in memory, decoded."""
 CODEC = "vectors"
-FORMS: tuple[Method, ...] = ("dense", "sdpa")
-HEADS, HEAD_SIZE = 12, 32
+FORMS: tuple[Method, ...] = ("dense", "sdpa", "fused")
+CODECS = ("vectors", "topk", "dense")
+HEADS, HEAD_SIZE, TEACHER_SIZE, ENTRIES = 12, 32, 64, 16
 MOST_SCORES_BYTES = 2**32
 """Greatest matrix of scores that forms of the loss are compared with."""
 
@@ -128,25 +131,68 @@ def _over(measured: dict[str, float]) -> dict[str, float]:
 
 
 def forms(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield tokens per second of both forms of the loss, which decide `GPU_LIMITS` of relations/loss.py."""
-    for length, batch in product(bench.sizes.lengths, bench.sizes.batch_sizes):
+    """Yield tokens per second and errors of each form of the loss, for targets of every kind.
+
+    They decide `GPU_LIMITS` of relations/loss.py. The student's vectors are bfloat16. Errors are those
+    of their gradients, as a share of the norm that form `dense` gives for the same numbers in float32.
+    """
+    for length, batch, codec in product(bench.sizes.lengths, bench.sizes.batch_sizes, CODECS):
         if scores_bytes(batch, HEADS, length) <= MOST_SCORES_BYTES:
-            yield {"batch_size": batch, "length": length, "tokens_per_s": _forms_of(bench, batch, length)}
+            row = {"batch_size": batch, "length": length, "codec": codec}
+            yield row | _forms_of(bench, batch, length, codec=codec)
 
 
-def _forms_of(bench: Bench, batch: int, length: int) -> dict[str, float]:
-    parts = [torch.randn(batch, HEADS, length, HEAD_SIZE, device=bench.device) for _ in range(3)]
-    for part in parts:
-        part.requires_grad_()
-    vectors = Vectors(parts[0], parts[1], parts[2], None, HEAD_SIZE**-0.5)
-    probs = torch.rand(batch, HEADS, length, length, device=bench.device).softmax(-1)
-    targets = Targets(DenseRows(probs), torch.zeros(batch, device=bench.device))
+def _forms_of(bench: Bench, batch: int, length: int, *, codec: str) -> dict[str, dict[str, float]]:
+    student = _random_vectors(bench, batch, length, size=HEAD_SIZE, dtype=torch.bfloat16)
+    teacher = _random_vectors(bench, batch, length, size=TEACHER_SIZE, dtype=torch.float32)
+    targets = _targets_of(VectorRows(teacher, RelationKind.ATTENTION), codec, bench.device)
     lengths = torch.full((batch,), length, device=bench.device)
+    parts = [part.requires_grad_() for part in student[:2]]
+
+    def loss(vectors: Vectors, form: Method) -> Tensor:
+        return relation_loss(vectors, RelationKind.ATTENTION, targets=targets, lengths=lengths, method=form)
 
     def step(form: Method) -> int:
-        kind = RelationKind.ATTENTION
-        relation_loss(vectors, kind, targets=targets, lengths=lengths, method=form).backward()
+        loss(student, form).backward()
         return batch * length
 
-    ways: dict[str, Callable[[], int]] = {form: partial(step, form) for form in FORMS}
-    return rates(ways, bench.sizes.seconds / 2, turns=2, device=bench.device)
+    used = [form for form in FORMS if form != "fused" or (codec != "dense" and has_kernels(bench.device))]
+    wide = [part.detach().float().requires_grad_() for part in student[:3]]
+    exact = torch.autograd.grad(
+        loss(Vectors(wide[0], wide[1], wide[2], None, student.scaling), "dense"), wide[:2]
+    )
+    errors: dict[str, float] = {}
+    for form in used:
+        found = torch.autograd.grad(loss(student, form), parts)
+        errors[form] = round(float(torch.stack(list(map(_error, found, exact))).max()), 5)
+    ways: dict[str, Callable[[], int]] = {form: partial(step, form) for form in used}
+    rate = rates(ways, bench.sizes.seconds / 4, turns=2, device=bench.device)
+    return {"tokens_per_s": rate, "errors_of_gradients": errors}
+
+
+def _error(found: Tensor, exact: Tensor) -> Tensor:
+    error: Tensor = (found.float() - exact).norm() / exact.norm()
+    return error
+
+
+def _random_vectors(bench: Bench, batch: int, length: int, *, size: int, dtype: torch.dtype) -> Vectors:
+    """Return vectors as a model makes them: heads of a token are side by side in memory."""
+    generator = torch.Generator(bench.device).manual_seed(size)
+    shape = (3, batch, length, HEADS, size)
+    parts = torch.randn(shape, device=bench.device, generator=generator).to(dtype).transpose(2, 3)
+    return Vectors(parts[0], parts[1], parts[2], None, size**-0.5)
+
+
+def _targets_of(rows: VectorRows, codec: str, device: torch.device) -> Targets:
+    """Return rows as a codec gives them."""
+    batch, _, length, _ = rows.vectors.query.shape
+    lengths = torch.full((batch,), length, device=device)
+    if codec == "vectors":
+        return Targets(rows, None)
+    dense, entropy = densify(rows, lengths)
+    if codec == "dense":
+        return Targets(dense, entropy)
+    index = torch.multinomial(dense.probs.flatten(0, 2), ENTRIES, replacement=True)
+    index = index.view(*dense.probs.shape[:3], ENTRIES)
+    weight = torch.full(index.shape, 1 / ENTRIES, device=device)
+    return Targets(SparseRows(index, weight, None), entropy)

@@ -17,6 +17,7 @@ from benchmarks.tables.device import (
     feeding,
     gpu_dumps,
     gpu_training,
+    kernels,
     precision,
     precision_of_vectors,
 )
@@ -62,6 +63,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "gpu_training": gpu_training,
     "gpu_dumps": gpu_dumps,
     "device_counts": device_counts,
+    "kernels": kernels,
     "feeding": feeding,
     "precision": precision,
     "precision_of_vectors": precision_of_vectors,

@@ -61,6 +61,30 @@ def device_counts() -> str:
     )
 
 
+def kernels() -> str:
+    """Return what the kernels of the relation loss use of a GPU."""
+    rows = [
+        [
+            f"`{row['codec']}`, {row['dtype']}, {row['head']}",
+            row["kernel"]
+            .replace("losses_of_rows", "losses")
+            .replace("gradients_of_vectors, ", "gradients of "),
+            f"{row['registers']}",
+            f"{row['spilled_bytes']}",
+            f"{row['shared_bytes'] / 1024:.0f} KiB",
+        ]
+        for row in read("kernels")["kernels"]
+    ]
+    names = [
+        "rows, the student's vectors, size of a head",
+        "kernel",
+        "registers",
+        "bytes beyond",
+        "fast memory",
+    ]
+    return table_of(names, rows)
+
+
 def precision() -> str:
     """Return what bfloat16 does to relations and to students."""
     result = read("precision")

@@ -1,4 +1,4 @@
-"""The KL of relations with its gradient in the student's vectors, in two forms that agree.
+"""The KL of relations with its gradient in the student's vectors, in three forms that agree.
 
 Losses are in nats. With S the student's scores and P the teacher's row,
 KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is softmax(S) - P.
@@ -11,6 +11,8 @@ KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is so
   is exactly that of sum over r of w_r KL(P_r || softmax S_r), by the product rule. P K is another SDPA
   where the teacher's vectors are stored, a gather where its rows are sparse, a product where they are
   dense. The value of this sum is not the KL, so the KL is computed on some of the rows.
+- `fused`: kernels for GPUs, which need no such matrix either and compute the value, too (relations/fused.py).
+  The first result of each kind is compared with that of `dense` (relations/trust.py).
 """
 
 from typing import Any, Final, Literal, NamedTuple
@@ -37,9 +39,10 @@ from minilm_cache.relations.scores import (
     softmax_and_lse,
     to_dense,
 )
+from minilm_cache.relations.trust import Kernels
 from minilm_cache.storage_schema.identity import RelationKind
 
-Method = Literal["dense", "sdpa"]
+Method = Literal["dense", "sdpa", "fused"]
 
 
 class _Limits(NamedTuple):
@@ -56,12 +59,14 @@ CPU_LIMITS: Final = _Limits(384, 2**28)
 GPU_LIMITS: Final = _Limits(512, 2**31)
 """Measured by benchmarks/gpu on an H200, with dense targets: at 512 tokens, `dense` is 1.1 times as fast, and
 takes matrices that `sdpa` does without."""
+KERNELS: Final = Kernels()
+"""The kernels of this process."""
 _SAMPLED_ROWS: Final = 32
 """Rows of each sequence whose KL is computed in form `sdpa`, where the gradient does not need it."""
 
 
 def choose_method(batch: int, heads: int, length: int, *, device: torch.device) -> Method:
-    """Return the form that suits a relation of this size on a device."""
+    """Return the form that suits a relation of this size on a device where kernels do not serve it."""
     limits = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
     fits = scores_bytes(batch, heads, length) <= limits.scores_bytes
     return "dense" if length < limits.length and fits else "sdpa"
@@ -83,8 +88,8 @@ def relation_loss(
     """Return KL(teacher || student) of one relation, nats, with its gradient in the student's vectors.
 
     It is the mean over relation heads and valid rows (MiniLM, arXiv 2002.10957, eqs. 6 and 9). The gradient
-    is exact in both forms. So is the value in form `dense`; in form `sdpa` it is the mean over up to 32 rows
-    of each sequence. Sparse rows only estimate the teacher's, so their own entropy is of no use: for them the
+    is exact in all forms. So is the value, except in form `sdpa`, where it is the mean over up to 32 rows of
+    each sequence. Sparse rows only estimate the teacher's, so their own entropy is of no use: for them the
     value is the cross entropy of those rows less the mean entropy of all rows.
 
     Args:
@@ -92,20 +97,41 @@ def relation_loss(
         kind: which relation.
         targets: the same relation of the teacher.
         lengths: valid positions of each sequence.
-        method: form of the computation. None means the form that suits the size (`choose_method`). Where the
-            student adds a bias to its scores, it is `dense`.
+        method: form of the computation. None means `fused` where there are kernels for it, or else the form
+            that suits the size (`choose_method`). Where the student adds a bias to its scores, it is `dense`.
     """
+    if method == "fused" or (
+        method is None
+        and KERNELS.serve(vectors, kind, targets=targets, lengths=lengths, losses=(_fused_loss, _dense_loss))
+    ):
+        return _fused_loss(vectors, kind, targets, lengths)
     batch, heads, length, _ = vectors.query.shape
     is_dense = (method or choose_method(batch, heads, length, device=lengths.device)) == "dense"
     if is_dense or (kind is RelationKind.ATTENTION and vectors.bias is not None):
-        mask = column_mask(lengths, length, is_causal=targets.rows.is_causal)
-        return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
+        return _dense_loss(vectors, kind, targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):
         surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
         with torch.no_grad():
             value = _sampled_kl(vectors, kind, targets=targets, lengths=lengths)
         loss: Tensor = surrogate - surrogate.detach() + value
         return loss
+
+
+def _dense_loss(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:  # noqa: PLR0917 - `trust.Loss`
+    mask = column_mask(lengths, vectors.query.shape[2], is_causal=targets.rows.is_causal)
+    return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
+
+
+def _fused_loss(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:  # noqa: PLR0917 - `trust.Loss`
+    from minilm_cache.relations.fused import cross_entropy  # noqa: PLC0415 - needs Triton, which GPUs alone do
+
+    rows, entropy = targets.rows, targets.entropy
+    assert not isinstance(rows, DenseRows)
+    crossed = cross_entropy(vectors, kind, rows=rows, lengths=lengths)
+    if isinstance(rows, VectorRows):
+        return crossed
+    assert entropy is not None
+    return crossed - (entropy * lengths).sum() / lengths.sum()
 
 
 def _surrogate(vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor) -> Tensor:

@@ -87,14 +87,20 @@ def sides(vectors: Vectors, kind: RelationKind) -> tuple[Tensor, Tensor, float]:
     `attention`: Q, K and 1/sqrt(d_k) (MiniLM, arXiv 2002.10957, eq. 3); `value`: V twice (eq. 7); `query`
     and `key`: Q or K twice (MiniLMv2, arXiv 2012.15828).
     """
+    left, right, scaling = narrow_sides(vectors, kind)
+    return widened(left), widened(right), scaling
+
+
+def narrow_sides(vectors: Vectors, kind: RelationKind) -> tuple[Tensor, Tensor, float]:
+    """Return the same as `sides` in the dtype of the vectors."""
     if kind is RelationKind.ATTENTION:
-        return widened(vectors.query), widened(vectors.key), vectors.scaling
+        return vectors.query, vectors.key, vectors.scaling
     same = {
         RelationKind.VALUE: vectors.value,
         RelationKind.QUERY: vectors.query,
         RelationKind.KEY: vectors.key,
     }[kind]
-    return widened(same), widened(same), same.shape[-1] ** -0.5
+    return same, same, same.shape[-1] ** -0.5
 
 
 def widened(part: Tensor) -> Tensor:

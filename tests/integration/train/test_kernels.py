@@ -1,0 +1,102 @@
+"""Students train with fused kernels as with plain torch; the kernels run in Triton's interpreter."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from minilm_cache.relations import fused, loss, trust
+from minilm_cache.session import Session, Silent
+from minilm_cache.train import batches, loop
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from tests.support import World
+
+
+class Notes(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.said.append(message)
+
+
+def train(world: World, out: str, objective: str) -> tuple[TrainResult, list[str]]:
+    """Train a student for three steps; return the run and what was said."""
+    notes = Notes()
+    config = TrainConfig(
+        arch=("2x16",),
+        objective=objective,
+        steps=3,
+        batch_size=2,
+        init="random",
+        device="cpu",
+        dropout="none",
+    )
+    session = Session(world.home, progress=notes)
+    return train_students(config, world.root / "cache", out=world.root / out, session=session), notes.said
+
+
+def losses(result: TrainResult) -> list[float]:
+    lines = map(json.loads, (result.path / "log.jsonl").read_text().splitlines())
+    return [
+        value
+        for line in lines
+        for figures in (line.get("students") or line.get("held_out") or {}).values()
+        for value in figures.values()
+    ]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that the CPU has kernels; return the relations that they are asked for."""
+    kinds: list[str] = []
+    original = fused.cross_entropy
+
+    def counted(vectors: object, kind: str, **given: object) -> Tensor:
+        kinds.append(str(kind))
+        return original(vectors, kind, **given)  # type: ignore[arg-type]
+
+    for module in (trust, batches):
+        monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    kernels = trust.Kernels()
+    for module in (loss, batches, loop):
+        monkeypatch.setattr(module, "KERNELS", kernels)
+    monkeypatch.setattr(fused, "cross_entropy", counted)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("codec", "objective"), [("topk", "minilm"), ("vectors", "minilm"), ("vectors", "minilmv2")]
+)
+def test_students_train_as_with_plain_torch(
+    world: World, codec: str, objective: str, request: pytest.FixtureRequest
+) -> None:
+    world.dump(codec=codec, max_kl=0.01) if codec == "vectors" else world.dump(codec=codec)
+    plain, _ = train(world, "plain", objective)
+    asked = request.getfixturevalue("asked")
+    result, said = train(world, "fused", objective)
+
+    kinds = {"minilm": {"attention", "value"}, "minilmv2": {"query", "key", "value"}}[objective]
+    assert set(asked) == kinds
+    assert len(asked) == len(kinds) * (3 + 1)  # one more for the comparison of each
+    assert losses(result) == pytest.approx(losses(plain), abs=1e-5)
+    assert not any("kernels" in note for note in said)
+
+
+def test_a_run_says_once_that_kernels_are_not_used(
+    world: World, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    world.dump(codec="topk")
+    monkeypatch.setattr(fused, "cross_entropy", fail)
+    result, said = train(world, "run", "minilm")
+    assert [note for note in said if "kernels" in note] == [
+        "relations are compared without fused kernels: out of resource: shared memory"
+    ]
+    assert all(torch.isfinite(torch.tensor(losses(result))))

@@ -1,0 +1,320 @@
+"""Fused kernels, in Triton's interpreter: their loss and gradients are those of plain torch in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from minilm_cache.relations import fused, loss, trust
+from minilm_cache.relations.loss import Method, relation_loss
+from minilm_cache.relations.scores import (
+    DenseRows,
+    RowTargets,
+    SparseRows,
+    Targets,
+    VectorRows,
+    Vectors,
+    mean_row_entropy,
+    split_heads,
+    to_dense,
+)
+from minilm_cache.storage_schema.identity import RelationKind
+from tests.unit.relations.test_loss import LENGTHS, ROWS, SIZE, gradients, plain_kl, random_vectors
+
+pytestmark = pytest.mark.slow
+
+FORMS = [form for form in ROWS if form != "dense"]
+CPU = torch.device("cpu")
+
+
+def pair(sizes: tuple[int, int] = (8, 16), *, causal: bool = False) -> tuple[Vectors, Vectors]:
+    """Return vectors of a student and of a teacher, float64, all of whose numbers float32 holds."""
+    student, teacher = (scaled(random_vectors(1 + number, size)) for number, size in enumerate(sizes))
+    return narrowed(student, torch.float64), narrowed(teacher, torch.float64)._replace(is_causal=causal)
+
+
+def scaled(vectors: Vectors) -> Vectors:
+    """Return vectors whose products with themselves are as large for all sizes of heads."""
+    factor = (8 / vectors.query.shape[-1]) ** 0.25
+    query, key, value = (factor * part for part in vectors[:3])
+    return vectors._replace(query=query, key=key, value=value)
+
+
+def narrowed(vectors: Vectors, dtype: torch.dtype) -> Vectors:
+    """Return vectors rounded to float32, as leaves of a type."""
+    query, key, value = (part.detach().float().to(dtype).requires_grad_() for part in vectors[:3])
+    return vectors._replace(query=query, key=key, value=value)
+
+
+def rows_of(form: str, teacher: Vectors, kind: RelationKind) -> RowTargets:
+    with torch.no_grad():
+        return ROWS[form](teacher, kind)
+
+
+def with_entropy(rows: RowTargets) -> Targets:
+    """Return targets as batches have them: sparse rows with their entropy, vectors without."""
+    if isinstance(rows, VectorRows):
+        return Targets(rows, None)
+    return Targets(rows, mean_row_entropy(to_dense(rows, LENGTHS, SIZE), LENGTHS))
+
+
+def in_float32(rows: RowTargets) -> RowTargets:
+    if isinstance(rows, VectorRows):
+        query, key, value = (part.detach().float() for part in rows.vectors[:3])
+        return VectorRows(rows.vectors._replace(query=query, key=key, value=value), rows.kind)
+    assert isinstance(rows, SparseRows)
+    base = None if rows.base is None else rows.base.float()
+    return SparseRows(rows.index, rows.weight.float(), base, rows.is_causal)
+
+
+def assert_same(student: Vectors, teacher: Vectors, form: str, kind: RelationKind) -> None:
+    """Compare kernels in float32 with plain torch in float64."""
+    rows = rows_of(form, teacher, kind)
+    expected = plain_kl(student, kind, rows)
+    wanted = gradients(expected, list(student[:3]))
+    narrow = narrowed(student, torch.float32)
+    targets = with_entropy(in_float32(rows))
+    found = relation_loss(narrow, kind, targets=targets, lengths=LENGTHS, method="fused")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(gradients(found, list(narrow[:3])), wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert float((one.double() - other).norm() / other.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", RelationKind)
+def test_loss_and_gradients_are_those_of_plain_torch(form: str, kind: RelationKind, *, causal: bool) -> None:
+    """Padding, a sequence of one token, and rows of more than one tile."""
+    student, teacher = pair(causal=causal)
+    assert_same(student, teacher, form, kind)
+
+
+@pytest.mark.parametrize("sizes", [(24, 64), (64, 24), (128, 128)])
+def test_heads_of_all_sizes_have_kernels(sizes: tuple[int, int]) -> None:
+    student, teacher = pair(sizes)
+    for kind in (RelationKind.ATTENTION, RelationKind.VALUE):
+        assert_same(student, teacher, "vectors", kind)
+
+
+def test_relation_heads_may_be_others_than_those_of_attention() -> None:
+    student, teacher = pair()
+    assert_same(split_heads(student, 8), split_heads(teacher, 8), "vectors", RelationKind.QUERY)
+
+
+def test_the_teachers_own_mask_hides_columns() -> None:
+    window = torch.ones(SIZE, SIZE, dtype=torch.bool).tril(3).triu(-3)[None, None]
+    student, teacher = pair()
+    assert_same(student, teacher._replace(mask=window), "vectors", RelationKind.ATTENTION)
+
+
+@pytest.fixture
+def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widen bfloat16 before it is multiplied: the interpreter multiplies its bits as integers."""
+    original = InterpreterBuilder.create_dot
+
+    def widened(part: TensorHandle) -> TensorHandle:
+        if part.dtype.scalar != tl.bfloat16:
+            return part
+        return TensorHandle((part.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return original(self, widened(left), widened(right), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("products_of_bfloat16")
+@pytest.mark.parametrize("form", FORMS)
+def test_vectors_of_half_precision_are_multiplied_as_they_are(form: str) -> None:
+    """The loss is exact, and gradients are rounded as those of any product of bfloat16."""
+    student, teacher = pair()
+    narrow = narrowed(student, torch.bfloat16)
+    wide = narrowed(narrow, torch.float64)
+    rows = rows_of(form, teacher, RelationKind.ATTENTION)
+    expected = plain_kl(wide, RelationKind.ATTENTION, rows)
+    targets = with_entropy(in_float32(rows))
+    found = relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS, method="fused")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    both = zip(gradients(found, list(narrow[:2])), gradients(expected, list(wide[:2])), strict=True)
+    for one, other in both:
+        assert one is not None
+        assert other is not None
+        assert one.dtype == torch.bfloat16
+        assert 0 < float((one.double() - other).norm() / other.norm()) < 0.01
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (32, 31), (33, 64), (70, 2)])
+@pytest.mark.parametrize("seen", ["all", "past", "near"])
+def test_sequences_of_all_lengths_are_tiled(lengths: tuple[int, ...], seen: str) -> None:
+    """A tile has 32 rows and columns; form `dense` in float64 is the judge."""
+    longest, number = max(lengths), torch.tensor(lengths)
+    near = torch.ones(longest, longest, dtype=torch.bool).tril(5).triu(-5)[None, None]
+    generator = torch.Generator().manual_seed(longest)
+    parts = torch.randn(6, len(lengths), 2, longest, 16, generator=generator)
+    student = Vectors(parts[0], parts[1], parts[2], None, 0.25)
+    mask = near if seen == "near" else None
+    teacher = Vectors(parts[3], parts[4], parts[5], mask, 0.25, is_causal=seen == "past")
+    kind = RelationKind.ATTENTION
+    methods: tuple[tuple[Method, torch.dtype], ...] = (("fused", torch.float32), ("dense", torch.float64))
+    losses = []
+    for method, dtype in methods:
+        vectors = narrowed(student, dtype)
+        query, key, value = (part.to(dtype) for part in teacher[:3])
+        rows = VectorRows(teacher._replace(query=query, key=key, value=value), kind)
+        found = relation_loss(vectors, kind, targets=Targets(rows, None), lengths=number, method=method)
+        losses.append([found, *gradients(found, list(vectors[:2]))])
+    for one, other in zip(*losses, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_of_length_by_length_is_kept() -> None:
+    student, teacher = pair()
+    narrow = narrowed(student, torch.float32)
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    rows = in_float32(rows_of("vectors", teacher, RelationKind.VALUE))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        relation_loss(
+            narrow, RelationKind.VALUE, targets=Targets(rows, None), lengths=LENGTHS, method="fused"
+        )
+    assert max(kept) == max(student.value.numel(), teacher.value.numel())
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> trust.Kernels:
+    """Pretend that the CPU has kernels."""
+    monkeypatch.setattr(trust, "has_kernels", lambda _: True)
+    found = trust.Kernels()
+    monkeypatch.setattr(loss, "KERNELS", found)
+    return found
+
+
+def chosen(rows: RowTargets, student: Vectors, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often kernels were asked for a loss that may take any form."""
+    asked: list[object] = []
+    original = fused.cross_entropy
+
+    def counted(*args: object, **kwargs: object) -> Tensor:
+        asked.append(args)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "cross_entropy", counted)
+        relation_loss(student, RelationKind.ATTENTION, targets=with_entropy(rows), lengths=LENGTHS)
+    return len(asked)
+
+
+def test_a_form_is_compared_once_and_then_used(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = pair()
+    narrow = narrowed(student, torch.float32)
+    rows = in_float32(rows_of("vectors", teacher, RelationKind.ATTENTION))
+    assert [chosen(rows, narrow, monkeypatch) for _ in range(3)] == [2, 1, 1], kernels.problem()
+    sparse = in_float32(rows_of("sparse", teacher, RelationKind.ATTENTION))
+    assert [chosen(sparse, narrow, monkeypatch) for _ in range(2)] == [2, 1], kernels.problem()
+    assert kernels.problem() is None
+
+
+@pytest.mark.usefixtures("products_of_bfloat16")
+def test_a_student_that_equals_its_teacher_does_not_mislead(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = narrowed(pair()[0], torch.bfloat16)
+    rows = VectorRows(narrowed(student, torch.float32), RelationKind.ATTENTION)
+    assert chosen(rows, student, monkeypatch) == 2
+    assert kernels.are_used
+
+
+def test_rows_of_a_single_column_do_not_mislead(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients are next to nothing, and so mostly rounding."""
+    student, teacher = (
+        each._replace(query=4 * each.key.detach(), key=4 * each.key.detach())
+        for each in (narrowed(part, torch.float32) for part in pair((128, 128)))
+    )
+    assert chosen(VectorRows(teacher, RelationKind.ATTENTION), student, monkeypatch) == 2
+    assert kernels.problem() is None
+
+
+def test_what_has_no_kernels_takes_another_form(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense rows, biased scores, large heads, and numbers of float64."""
+    student, teacher = pair()
+    narrow = narrowed(student, torch.float32)
+    rows = in_float32(rows_of("vectors", teacher, RelationKind.ATTENTION))
+    assert isinstance(rows, VectorRows)
+    dense = DenseRows(to_dense(rows, LENGTHS, SIZE))
+    bias = torch.zeros(1, 4, SIZE, SIZE)
+    large = narrowed(random_vectors(1, 136), torch.float32)
+    assert chosen(dense, narrow, monkeypatch) == 0
+    assert chosen(rows, narrow._replace(bias=bias), monkeypatch) == 0
+    biased = VectorRows(rows.vectors._replace(bias=bias), RelationKind.ATTENTION)
+    assert chosen(biased, narrow, monkeypatch) == 0
+    assert chosen(rows, large, monkeypatch) == 0
+    wide = VectorRows(teacher, RelationKind.ATTENTION)
+    assert chosen(wide, student, monkeypatch) == 0
+    assert kernels.are_used
+    assert kernels.problem() is None
+
+
+def test_kernels_that_compute_something_else_are_given_up(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = pair()
+    narrow = narrowed(student, torch.float32)
+    rows = in_float32(rows_of("vectors", teacher, RelationKind.ATTENTION))
+    targets = Targets(rows, None)
+    plain = relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS, method="dense")
+    original = fused.cross_entropy
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "cross_entropy", lambda *args, **kwargs: 1.2 * original(*args, **kwargs))
+        found = relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS)
+    torch.testing.assert_close(found, plain)
+    said = kernels.problem()
+    assert said is not None
+    assert said.startswith(
+        "relations are compared without fused kernels: they differ from plain torch by 20.0%"
+    )
+    assert kernels.problem() is None
+    assert chosen(rows, narrow, monkeypatch) == 0
+
+
+def test_kernels_that_cannot_be_compiled_are_given_up(
+    kernels: trust.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = pair()
+    narrow = narrowed(student, torch.float32)
+    targets = Targets(in_float32(rows_of("vectors", teacher, RelationKind.ATTENTION)), None)
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise AttributeError("no such target\nsm_12")
+
+    def short(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fused, "cross_entropy", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS)
+    assert kernels.are_used
+    monkeypatch.setattr(fused, "cross_entropy", fail)
+    relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS)
+    assert kernels.problem() == "relations are compared without fused kernels: no such target"
+
+
+def test_a_cpu_has_no_kernels() -> None:
+    assert not trust.has_kernels(CPU)
+    assert trust.has_kernels(torch.device("cuda"))
