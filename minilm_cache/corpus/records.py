@@ -107,9 +107,8 @@ def read_records(
             for text in split(opened):
                 yield Record(plain_text(text, file), None, says_copies=False)
         return
-    reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}[file.suffix]
+    columns = columns_of(file)
     with _text_errors(file):
-        columns = reader(file, None, None)
         if role_column is not None and columns:
             known = columns
             if file.suffix == ".jsonl":  # the first record may leave out what it has nothing to say of
@@ -117,19 +116,36 @@ def read_records(
                 known = [role_column] if has_roles else _json_names(file)
             refuse_role_column(file, role_column, known)
         for column in _asked(text_column, columns):
-            parts = joined_columns(column, columns)
-            found = reader(file, column, role_column) if parts is None else _joined(file, parts, role_column)
-            yield from found
+            yield from _records(file, column, joined_columns(column, columns), role_column=role_column)
 
 
-def _joined(file: Path, parts: Sequence[str], role_column: str | None) -> Iterator[Record]:
-    """Yield the records of a file whose text is that of several columns."""
-    asked = [*parts, *([] if role_column is None else [role_column])]
-    for where, row in read_rows(file, list(dict.fromkeys(asked))):
-        text = joined_text({name: row[name] for name in parts}, f"{file}: {where}")
+def _records(
+    file: Path, column: str, parts: Sequence[str] | None, *, role_column: str | None
+) -> Iterator[Record]:
+    """Yield the records of a file whose text is in a column, or in several parts."""
+    asked = [*(parts or [column]), *([] if role_column is None else [role_column])]
+    first = islice(_objects(file), _ROWS) if file.suffix == ".jsonl" else ()
+    says_copies = any(COPIES_COLUMN in row for _, row in first)
+    for number, (where, row) in enumerate(read_rows(file, list(dict.fromkeys(asked)))):
+        if parts is None:
+            text = _text(file, column, row[column], number=number, where=where)
+        else:
+            text = joined_text({name: row[name] for name in parts}, f"{file}: {where}")
         role = None if role_column is None else as_key(row[role_column])
-        copy = as_key(row.get(COPIES_COLUMN))
-        yield Record(plain_text(_whole(text, file, where), file), copy, COPIES_COLUMN in row, role)
+        says = says_copies or COPIES_COLUMN in row
+        yield Record(plain_text(_whole(text, file, where), file), as_key(row.get(COPIES_COLUMN)), says, role)
+
+
+def _text(file: Path, column: str, value: object, *, number: int, where: str) -> str:
+    """Return the text of a record; raise CorpusError if it has none."""
+    if value is None:
+        _refuse_no_text(file, column, number=number, names=[column])
+    if not isinstance(value, str):
+        raise CorpusError(
+            f"corpus {file}: column {column!r} of {where} holds {_kind(value)}, not text. Name another with "
+            "--text-column, or store it as text."
+        )
+    return value
 
 
 def read_rows(
@@ -165,9 +181,15 @@ def columns_of(file: Path) -> list[str]:
         CorpusError: the file is empty or broken.
     """
     refuse_other_content(file)
-    reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}
     with _text_errors(file):
-        return list(reader[file.suffix](file, None, None))
+        if file.suffix == ".jsonl":
+            return list(next(_objects(file), (0, {}))[1])
+        if file.suffix == ".parquet":
+            with file.open("rb") as opened:
+                refuse_bomb(opened, ())
+            return list(pq.read_schema(file).names)
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            return next(_csv_rows(file, opened), [])
 
 
 def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -295,31 +317,6 @@ def _paragraphs(opened: IO[str]) -> Iterator[str]:
         yield "".join(pieces)
 
 
-def _of_json(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
-    if column is None:
-        return list(next(_objects(file), (0, {}))[1])
-    return _json_records(file, column, role_column)
-
-
-def _json_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
-    says_copies = any(COPIES_COLUMN in row for _, row in islice(_objects(file), _ROWS))
-    for number, (where, row) in enumerate(_objects(file, column)):
-        if column not in row:
-            _refuse_no_text(file, column, number=number, names=_json_names(file))
-        text = row[column]
-        if text is None:
-            _refuse_no_text(file, column, number=number, names=[column])
-        if not isinstance(text, str):
-            raise CorpusError(
-                f"corpus {file}: column {column!r} of {where} holds {_kind(text)}, not text. "
-                "Name another with --text-column, or store it as text."
-            )
-        copy = row.get(COPIES_COLUMN)
-        role = None if role_column is None else as_key(row.get(role_column))
-        says = says_copies or COPIES_COLUMN in row
-        yield Record(plain_text(_whole(text, file, where), file), as_key(copy), says, role)
-
-
 def _json_names(file: Path) -> list[str]:
     """Return the names of the columns of all records, some at most."""
     names: dict[str, None] = {}
@@ -404,33 +401,6 @@ def _refuse_two_values(file: Path, row: Mapping[str, Any], columns: Sequence[str
         raise CorpusError(f"corpus {file}: {where} has column {doubled!r} twice. Keep one of the two.")
 
 
-def _of_csv(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
-    if column is None:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            return next(_csv_rows(file, opened), [])
-    return _csv_records(file, column, role_column)
-
-
-def _csv_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        rows = _csv_rows(file, opened)
-        header = next(rows, [])
-        if column not in header:
-            _refuse_no_text(file, column, number=0, names=header)
-        read = (column, COPIES_COLUMN, role_column)
-        doubled = next((name for name in read if name is not None and header.count(name) > 1), None)
-        if doubled is not None:
-            raise CorpusError(f"corpus {file} has two columns of one name: {doubled}. Rename one.")
-        at, copies_at = header.index(column), None
-        if COPIES_COLUMN in header:
-            copies_at = header.index(COPIES_COLUMN)
-        role_at = None if role_column is None else header.index(role_column)
-        for row in rows:
-            copy = None if copies_at is None else row[copies_at]
-            role = None if role_at is None else row[role_at]
-            yield Record(plain_text(row[at], file), copy, copies_at is not None, role)
-
-
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
     """Yield the header of a .csv or .tsv file, without spaces around names, and its rows, as long ones."""
     csv.field_size_limit(min(sys.maxsize, _MAX_LINE))
@@ -458,46 +428,6 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
             f"cannot read corpus {file}, up to line {reader.line_num}: {first_line(error)}. "
             + ("" if file.suffix == ".tsv" else "Close every quote, and double those within a text.")
         ) from error
-
-
-def _of_parquet(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
-    if column is None:
-        with file.open("rb") as opened:
-            refuse_bomb(opened, ())
-        return pq.read_schema(file).names
-    return _parquet_records(file, column, role_column)
-
-
-def _parquet_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
-    if pq.read_metadata(file).num_rows == 0:  # of any schema: writers leave out what they saw no value of
-        return
-    schema = pq.read_schema(file)
-    if schema.names.count(column) != 1:
-        if column in schema.names:
-            raise CorpusError(f"corpus {file} has two columns of one name: {column}. Rename one.")
-        _refuse_no_text(file, column, number=0, names=schema.names)
-    kind = schema.field(column).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if str(kind) not in (*_STRINGS, "null"):
-        raise CorpusError(
-            f"corpus {file}: column {column!r} holds {kind}, not text. Name another with --text-column, or "
-            "store it as text."
-        )
-    says_copies = schema.names.count(COPIES_COLUMN) == 1 and not _is_bytes(schema.field(COPIES_COLUMN).type)
-    columns = [column, *([COPIES_COLUMN] * says_copies), *([] if role_column is None else [role_column])]
-    with file.open("rb") as opened:
-        num_rows = refuse_bomb(opened, columns)
-        opened.seek(0)
-        for first, batch in _batches(pq.ParquetFile(opened), list(dict.fromkeys(columns)), num_rows):
-            texts = _strings(batch.column(column), file, first)
-            copies = _keys(batch.column(COPIES_COLUMN)) if says_copies else [None] * len(texts)
-            roles = [None] * len(texts) if role_column is None else _keys(batch.column(role_column))
-            for number, (text, copy, role) in enumerate(zip(texts, copies, roles, strict=True), first):
-                if text is None:
-                    _refuse_no_text(file, column, number=number, names=[column])
-                else:
-                    yield Record(plain_text(text, file), copy, says_copies, role)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -535,21 +465,16 @@ def _strings(values: pa.Array, file: Path, first: int) -> list[str | None]:
         raise
 
 
-def _keys(values: pa.Array) -> list[str | None]:
-    """Return values of any type as text: copies of one text have equal ones."""
-    try:
-        return list(values.cast(pa.string()).to_pylist())
-    except (pa.ArrowException, UnicodeDecodeError):
-        return [as_key(value) for value in values.to_pylist()]
-
-
 def as_key(value: object) -> str | None:
     """Return a value as text, as Arrow writes numbers. None stays None."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, bool | float):
-        return str(pa.array([value]).cast(pa.string())[0].as_py())
-    return str(value) if isinstance(value, int) else json.dumps(value, sort_keys=True, default=str)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    try:
+        return str(pa.scalar(value).cast(pa.string()).as_py())
+    except (pa.ArrowException, UnicodeDecodeError):
+        return json.dumps(value, sort_keys=True, default=str)
 
 
 def _whole(text: str, file: Path, where: str) -> str:
@@ -595,4 +520,5 @@ def _refuse_no_text(file: Path, column: str, *, number: int, names: Sequence[str
 def _kind(value: object) -> str:
     """Return what a JSON value is, in words."""
     kinds: Mapping[type, str] = {bool: "true or false", list: "a list", dict: "an object", str: "a text"}
-    return kinds.get(type(value), "nothing" if value is None else "a number")
+    number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return kinds.get(type(value), "nothing" if value is None else number)
