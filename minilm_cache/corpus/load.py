@@ -31,21 +31,11 @@ from minilm_cache.corpus.formats import (
     TEXT,
     Documents,
     corpus_files,
-    joined_columns,
-    joined_text,
     judged_files,
     parts_of_hub_name,
-    separated_otherwise,
 )
-from minilm_cache.corpus.pairs import Known, PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
-from minilm_cache.corpus.records import (
-    COPIES_COLUMN,
-    COPIES_OF,
-    Record,
-    Roles,
-    read_records,
-    refuse_role_column,
-)
+from minilm_cache.corpus.pairs import Known, PairColumns, read_pairs
+from minilm_cache.corpus.records import COPIES_OF, Record, Roles, dataset_records, read_records
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
@@ -271,7 +261,7 @@ def load_corpus(
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub, text_column=text_column, documents=documents, pairs=pair_columns)
-        pair = None if pair_columns is None else _pair_of(pair_columns, hub, paths)
+        pair = None if pair_columns is None else _pair_of(name, pair_columns, hub=hub, paths=paths)
         reading = _Reading(text_column, documents, roles, pair)
         asked = [name, text_column or "text", documents, _ARROW_VERSION, *reading.words]
         sources = Sources.now(asked, reading.files(paths))
@@ -312,7 +302,7 @@ def _refuse_columns(
         raise InvalidConfigError(f"{option}: {PYTHON_DOCS} has no columns. Leave it out.")
 
 
-def _pair_of(columns: str, hub: datasets.Dataset | None, paths: Sequence[Path]) -> PairColumns:
+def _pair_of(name: str, columns: str, *, hub: datasets.Dataset | None, paths: Sequence[Path]) -> PairColumns:
     """Return the columns of two texts, after a look at the first record.
 
     Raises:
@@ -321,8 +311,7 @@ def _pair_of(columns: str, hub: datasets.Dataset | None, paths: Sequence[Path]) 
     """
     asked = PairColumns.of(columns)
     if hub is not None:
-        refuse_missing_columns(hub, asked)
-        return asked.seen(hub[0] if len(hub) else None)
+        return asked.seen_in(hub, name)
     files = [path for path in paths if len(paths) == 1 or path.stat().st_size]
     return asked.seen_in(files[0]) if files else asked
 
@@ -350,18 +339,28 @@ class _Reading(NamedTuple):
         """Return files of records, and those that records of judgements are read from."""
         return [*paths, *(each for path in paths if self.pair is not None for each in judged_files(path))]
 
-    def records(self, file: Path, known: Known) -> Iterator[Record]:
-        """Yield the records of a file, with their prompts; `known` are the pairs of the files before."""
+    def records(self, source: Path | datasets.Dataset, name: str, known: Known) -> Iterator[Record]:
+        """Yield the records of a file or of a data set, with their prompts.
+
+        Args:
+            source: the file, or the data set.
+            name: name of the corpus, for messages.
+            known: the pairs of the files before; those of this one are added.
+        """
         if self.pair is not None:
-            yield from read_pairs(file, self.pair, known)
+            yield from read_pairs(source, self.pair, known, name=name)
             return
         roles, column = self.roles, None if self.roles is None else self.roles.column
-        found = read_records(file, self.text_column, self.documents, role_column=column)
+        if isinstance(source, Path):
+            found = read_records(source, self.text_column, self.documents, role_column=column)
+        else:
+            found = dataset_records(source, name, self.text_column, role_column=column)
+        place = source if isinstance(source, Path) else name
         for number, record in enumerate(found):
             if roles is None:
                 yield record
             else:
-                where = f"record {number} (counted from 0) of {file}"
+                where = f"record {number} (counted from 0) of {place}"
                 yield replace(record, text=roles.before(record.role, record.text, where))
 
 
@@ -409,9 +408,8 @@ def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
     """Return the documents that hold text.
 
     Raises:
-        CorpusError: a record has no text, or none has.
+        CorpusError: none has.
     """
-    _refuse_missing_texts(loaded, name)
     has_text = [_has_text(batch["text"]) for _, batch in text_batches(loaded)]
     chosen = np.flatnonzero(np.concatenate(has_text)) if has_text else np.zeros(0, np.int64)
     if len(chosen) == 0:
@@ -446,25 +444,21 @@ def _source_files(
 def _read(
     name: str, hub: datasets.Dataset | None, paths: Sequence[Path], *, reading: _Reading
 ) -> datasets.Dataset:
-    """Return all records of a corpus, with or without text."""
+    """Return all records of a corpus, with or without text. One Arrow file holds them, which is made once."""
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
-    if hub is not None:
-        return _all_texts(hub, name, reading)
-    return _read_files(paths, reading)
-
-
-def _read_files(files: Sequence[Path], reading: _Reading) -> datasets.Dataset:
-    """Return all records of files on this machine; their texts lie in one Arrow file, which is made once."""
-    folder = arrow_folder(reading.files(files))
+    folder = arrow_folder(reading.files(paths))
     known = [reading.text_column, reading.documents, _ARROW_VERSION]
+    if hub is not None:  # its parts may lie in the same files
+        known.append(name)
+    sources = [path for path in paths if len(paths) == 1 or path.stat().st_size] if hub is None else [hub]
     asked = canonical_sha256([*known, *reading.words])[:16]
     arrow = folder / f"{asked}.arrow"
     if not arrow.is_file():
         says_copies = False
         with storage_errors("write", arrow), new_file(arrow) as out:
             with pa.ipc.new_stream(out, _TEXTS) as writer:
-                for batch in _batches(files, reading):
+                for batch in _batches(sources, reading, name):
                     says_copies |= any(record.says_copies for record in batch)
                     texts, copies = [record.text for record in batch], [record.copy_of for record in batch]
                     writer.write_batch(pa.record_batch([texts, copies], schema=_TEXTS))
@@ -479,13 +473,15 @@ def _copies_mark(arrow: Path) -> Path:
     return arrow.with_suffix(".copies")
 
 
-def _batches(files: Sequence[Path], reading: _Reading) -> Iterator[list[Record]]:
-    """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
+def _batches(
+    sources: Sequence[Path | datasets.Dataset], reading: _Reading, name: str
+) -> Iterator[list[Record]]:
+    """Yield the records of files or of a data set, as many at a time as memory holds."""
     batch: list[Record] = []
     known: Known = {}
     size = 0
-    for file in [file for file in files if len(files) == 1 or file.stat().st_size]:
-        for record in reading.records(file, known):
+    for source in sources:
+        for record in reading.records(source, name, known):
             batch.append(record)
             size += len(record.text)
             if len(batch) == _BATCH or size >= _BATCH_CHARS:
@@ -509,71 +505,6 @@ def _load_hub(name: str) -> datasets.Dataset:
         ) from error
     assert isinstance(loaded, datasets.Dataset)
     return loaded
-
-
-def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datasets.Dataset:
-    """Return the texts of one or several columns, one column after the other, or those of pairs."""
-    if reading.pair is not None:
-        return pairs_of_dataset(loaded, where, reading.pair)
-    roles = reading.roles
-    texts = [_only_text(loaded, where, column) for column in _columns(reading.text_column)]
-    if roles is None:
-        return datasets.concatenate_datasets(texts)
-    refuse_role_column(where, roles.column, loaded.column_names)
-    kind, values = loaded.features[roles.column], loaded[roles.column]
-    of_class = kind.int2str if isinstance(kind, datasets.ClassLabel) else str
-    named = [None if value is None else of_class(value) for value in values]
-    for column in texts:
-        _refuse_missing_texts(column, where)
-
-    def before(row: dict[str, str], number: int) -> dict[str, str]:
-        return {"text": roles.before(named[number], row["text"], f"record {number} (counted from 0)")}
-
-    return datasets.concatenate_datasets([column.map(before, with_indices=True) for column in texts])
-
-
-def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Dataset:
-    parts = joined_columns(column, loaded.column_names)
-    if parts is not None and all(part in loaded.column_names for part in parts):
-
-        def join(row: dict[str, object], number: int) -> dict[str, str]:
-            return {column: joined_text({part: row[part] for part in parts}, f"{where}: record {number}")}
-
-        loaded = loaded.map(join, with_indices=True)
-    elif parts is not None:
-        column = next(part for part in parts if part not in loaded.column_names)
-    if column not in loaded.column_names:
-        raise CorpusError(
-            f"corpus {where} has no column {column!r}; it has {', '.join(loaded.column_names)}. "
-            f"{separated_otherwise(loaded.column_names) or 'Name the right one: --text-column.'}"
-        )
-    texts = loaded.select_columns([column])
-    if column != "text":
-        texts = texts.rename_column(column, "text")
-    copies_of = loaded.features.get(COPIES_COLUMN)
-    if isinstance(copies_of, datasets.Value) and "binary" not in copies_of.dtype:  # no list, no object
-        copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
-        texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, COPIES_OF)], axis=1)
-    kind = getattr(texts.features["text"], "dtype", "")
-    if kind == "null":
-        _refuse_missing_texts(texts, where)
-    if kind not in {"string", "large_string", "string_view"}:
-        raise CorpusError(
-            f"corpus {where}: column {column!r} holds {kind or 'lists or objects'}, not text. "
-            "Name another with --text-column, or store it as text."
-        )
-    return texts.cast_column("text", datasets.Value("string"))
-
-
-def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
-    for first, batch in text_batches(documents):
-        column = batch["text"]
-        if column.null_count:
-            at = first + pc.index(column.is_null(), True).as_py()
-            raise CorpusError(
-                f"corpus {where}: record {at} (counted from 0) has no text. "
-                "Give it one, remove it, or name another column: --text-column."
-            )
 
 
 def text_batches(documents: datasets.Dataset) -> Iterator[tuple[int, pa.Table]]:

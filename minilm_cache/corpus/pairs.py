@@ -12,8 +12,8 @@ import datasets
 import xxhash
 
 from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
-from minilm_cache.corpus.formats import TEXT, judged_files, separated_otherwise
-from minilm_cache.corpus.records import COPIES_COLUMN, COPIES_OF, Record, as_key, plain_text, read_rows
+from minilm_cache.corpus.formats import TEXT, judged_files
+from minilm_cache.corpus.records import COPIES_COLUMN, Record, as_key, dataset_rows, plain_text, read_rows
 from minilm_cache.errors import CorpusError, InvalidConfigError
 
 BETWEEN: Final = "\x1e"
@@ -75,17 +75,22 @@ class PairColumns(NamedTuple):
         holds_list = row is not None and isinstance(row[self.seconds[0]], list)
         return self._replace(are_groups=self.are_groups or holds_list)
 
-    def seen_in(self, file: Path) -> "PairColumns":
-        """Return the columns, of groups if the first record of a file holds a list of documents.
+    def seen_in(self, source: Path | datasets.Dataset, name: str = "") -> "PairColumns":
+        """Return the columns, of groups if the first record of a source holds a list of documents.
+
+        Args:
+            source: a file, or a data set.
+            name: name of the data set, for messages.
 
         Raises:
-            CorpusError: the file is empty or broken, or lacks a column.
+            CorpusError: the source is empty or broken, or lacks a column.
         """
-        _refuse_text(file, self)
-        if judged_files(file):
-            refuse_other_columns(file, self.every)
-            return self._replace(are_groups=True)
-        first = next(read_rows(file, (self.first, *self.seconds), _OPTION), None)
+        if isinstance(source, Path):
+            _refuse_text(source, self)
+            if judged_files(source):
+                refuse_other_columns(source, self.every)
+                return self._replace(are_groups=True)
+        first = next(_rows(source, self._replace(scores=()), name), None)
         return self.seen(None if first is None else first[1])
 
 
@@ -93,28 +98,40 @@ Known = dict[int, float | None]
 """Scores of pairs that were read, None where there are none, by the hash of both texts."""
 
 
-def read_pairs(file: Path, columns: PairColumns, known: Known | None = None) -> Iterator[Record]:
-    """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
+def read_pairs(
+    source: Path | datasets.Dataset, columns: PairColumns, known: Known | None = None, *, name: str = ""
+) -> Iterator[Record]:
+    """Yield the pairs of texts of a file or of a data set, each as one text with `BETWEEN` between them.
 
     Args:
-        file: a .jsonl, .csv, .tsv or .parquet file, or judgements in BEIR's layout.
+        source: a .jsonl, .csv, .tsv or .parquet file, judgements in BEIR's layout, or a data set.
         columns: columns of the texts.
         known: pairs that were read before, of other files; those of this one are added. None means none.
+        name: name of a data set, for messages.
 
     Raises:
         CorpusError: the file is empty or broken, lacks a column, or a record lacks a text or a score.
     """
-    _refuse_text(file, columns)
+    if isinstance(source, Path):
+        _refuse_text(source, columns)
+        name = str(source)
     known = {} if known is None else known
-    for where, row in _rows(file, columns):
-        yield from pairs_of(row, columns, f"{where} of {file}", known=known)
+    for where, row in _rows(source, columns, name):
+        yield from pairs_of(row, columns, f"{where} of {name}", known=known)
 
 
-def _rows(file: Path, columns: PairColumns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(
+    source: Path | datasets.Dataset, columns: PairColumns, name: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record is, and its columns."""
-    if judged_files(file):
-        return judged_groups(file, columns.every)
-    return read_rows(file, columns.every, f"{_OPTION}, --score-columns" if columns.scores else _OPTION)
+    option = f"{_OPTION}, --score-columns" if columns.scores else _OPTION
+    if isinstance(source, datasets.Dataset):
+        return dataset_rows(source, name, columns.every, option=option)
+    return (
+        judged_groups(source, columns.every)
+        if judged_files(source)
+        else read_rows(source, columns.every, option)
+    )
 
 
 def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known: Known) -> Iterator[Record]:
@@ -184,43 +201,6 @@ def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool
             f"and {score:g}. Remove one of them."
         )
     return False
-
-
-def pairs_of_dataset(loaded: datasets.Dataset, where: str, columns: PairColumns) -> datasets.Dataset:
-    """Return the pairs of texts of a data set, each as one text."""
-    known: Known = {}
-
-    def expand(rows: Mapping[str, Sequence[object]], numbers: Sequence[int]) -> dict[str, list[str | None]]:
-        found = [
-            record
-            for at, number in enumerate(numbers)
-            for record in pairs_of(
-                {name: values[at] for name, values in rows.items()},
-                columns,
-                f"record {number} of {where}",
-                known=known,
-            )
-        ]
-        return {"text": [each.text for each in found], COPIES_OF: [each.copy_of for each in found]}
-
-    features = datasets.Features({"text": datasets.Value("string"), COPIES_OF: datasets.Value("string")})
-    has_copies = COPIES_COLUMN in loaded.column_names and COPIES_COLUMN not in columns.every
-    copies = [COPIES_COLUMN] if has_copies and not columns.are_groups else []
-    asked = loaded.select_columns([columns.first, *columns.seconds, *copies])
-    pairs = asked.map(
-        expand, with_indices=True, batched=True, remove_columns=asked.column_names, features=features
-    )
-    return pairs if copies or columns.are_groups else pairs.remove_columns(COPIES_OF)
-
-
-def refuse_missing_columns(loaded: datasets.Dataset, columns: PairColumns) -> None:
-    """Raise CorpusError for a data set that lacks a column."""
-    missing = [name for name in columns.every if name not in loaded.column_names]
-    if missing:
-        raise CorpusError(
-            f"the corpus has no column {missing[0]!r}; it has {', '.join(loaded.column_names)}. "
-            f"{separated_otherwise(loaded.column_names) or 'Name those with the texts: --pair-columns.'}"
-        )
 
 
 def joined_pair(texts: tuple[str, str], where: str) -> str:

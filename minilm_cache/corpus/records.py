@@ -7,13 +7,15 @@ anything.
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -38,7 +40,6 @@ _ROWS: Final = 1024
 _SHOWN_COLUMNS: Final = 20
 _MOST_NULS: Final = 0.05
 """Greatest share of NULs in a text."""
-_STRINGS: Final = ("string", "large_string", "string_view")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,34 +116,64 @@ def read_records(
                 has_roles = any(role_column in row for _, row in _objects(file))
                 known = [role_column] if has_roles else _json_names(file)
             refuse_role_column(file, role_column, known)
-        for column in _asked(text_column, columns):
-            yield from _records(file, column, joined_columns(column, columns), role_column=role_column)
+        first = islice(_objects(file), _ROWS) if file.suffix == ".jsonl" else ()
+        says_copies = any(COPIES_COLUMN in row for _, row in first)
+    for record in _of_columns(
+        file, _asked(text_column, columns), partial(read_rows, file), known=columns, role_column=role_column
+    ):
+        yield replace(record, says_copies=record.says_copies or says_copies)
 
 
-def _records(
-    file: Path, column: str, parts: Sequence[str] | None, *, role_column: str | None
+def dataset_records(
+    loaded: datasets.Dataset, name: str, text_column: str | None, *, role_column: str | None = None
 ) -> Iterator[Record]:
-    """Yield the records of a file whose text is in a column, or in several parts."""
-    asked = [*(parts or [column]), *([] if role_column is None else [role_column])]
-    first = islice(_objects(file), _ROWS) if file.suffix == ".jsonl" else ()
-    says_copies = any(COPIES_COLUMN in row for _, row in first)
-    for number, (where, row) in enumerate(read_rows(file, list(dict.fromkeys(asked)))):
-        if parts is None:
-            text = _text(file, column, row[column], number=number, where=where)
-        else:
-            text = joined_text({name: row[name] for name in parts}, f"{file}: {where}")
-        role = None if role_column is None else as_key(row[role_column])
-        says = says_copies or COPIES_COLUMN in row
-        yield Record(plain_text(_whole(text, file, where), file), as_key(row.get(COPIES_COLUMN)), says, role)
+    """Yield the records of a data set, as `read_records` does those of a file.
+
+    Args:
+        loaded: the data set.
+        name: its name, for messages.
+        text_column: column with the text, or several.
+        role_column: column that says what a text is for. None means that none is read.
+
+    Raises:
+        CorpusError: it lacks a column, or a record has no text.
+    """
+    known = loaded.column_names
+    if role_column is not None:
+        refuse_role_column(name, role_column, known)
+    read = partial(dataset_rows, loaded, name)
+    yield from _of_columns(name, _asked(text_column, known), read, known=known, role_column=role_column)
 
 
-def _text(file: Path, column: str, value: object, *, number: int, where: str) -> str:
+def _of_columns(
+    name: object,
+    columns: Sequence[str],
+    read: Callable[[Sequence[str]], Iterator[tuple[str, Mapping[str, Any]]]],
+    *,
+    known: Sequence[str],
+    role_column: str | None,
+) -> Iterator[Record]:
+    """Yield the records of columns of text, one column after the other; some are joined out of several."""
+    for column in columns:
+        parts = joined_columns(column, known)
+        asked = [*(parts or [column]), *([] if role_column is None else [role_column])]
+        for number, (where, row) in enumerate(read(list(dict.fromkeys(asked)))):
+            if parts is None:
+                text = _text(name, column, row[column], number=number, where=where)
+            else:
+                text = joined_text({part: row[part] for part in parts}, f"{name}: {where}")
+            role = None if role_column is None else as_key(row[role_column])
+            copy = as_key(row.get(COPIES_COLUMN))
+            yield Record(plain_text(_whole(text, name, where), name), copy, COPIES_COLUMN in row, role)
+
+
+def _text(name: object, column: str, value: object, *, number: int, where: str) -> str:
     """Return the text of a record; raise CorpusError if it has none."""
     if value is None:
-        _refuse_no_text(file, column, number=number, names=[column])
+        _refuse_no_text(name, column, number=number, names=[column])
     if not isinstance(value, str):
         raise CorpusError(
-            f"corpus {file}: column {column!r} of {where} holds {_kind(value)}, not text. Name another with "
+            f"corpus {name}: column {column!r} of {where} holds {_kind(value)}, not text. Name another with "
             "--text-column, or store it as text."
         )
     return value
@@ -167,9 +198,15 @@ def read_rows(
     """
     refuse_other_content(file)
     reader = {".jsonl": _json_rows, ".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_rows}
+    with _about(option), _text_errors(file):
+        yield from reader[file.suffix](file, columns)
+
+
+@contextmanager
+def _about(option: str) -> Iterator[None]:
+    """Name an option in errors of columns that it names."""
     try:
-        with _text_errors(file):
-            yield from reader[file.suffix](file, columns)
+        yield
     except CorpusError as error:
         raise CorpusError(str(error).replace("--text-column", option)) from error
 
@@ -219,32 +256,69 @@ def _csv_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapp
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if pq.read_metadata(file).num_rows == 0:  # of any schema: writers leave out what they saw no value of
         return
-    schema = pq.read_schema(file)
-    names = _present(file, schema.names, columns)
-    if COPIES_COLUMN in names and _is_bytes(schema.field(COPIES_COLUMN).type):
-        names.remove(COPIES_COLUMN)
+    names = _of_schema(file, pq.read_schema(file), columns)
     with file.open("rb") as opened:
         num_rows = refuse_bomb(opened, names)
         opened.seek(0)
-        for first, batch in _batches(pq.ParquetFile(opened), names, num_rows):
-            values = {name: _strings(batch.column(name), file, first) for name in names}
-            for at in range(len(batch)):
-                where = f"record {first + at} (counted from 0)"
-                yield where, {name: found[at] for name, found in values.items()}
+        yield from _arrow_rows(
+            file, names, pq.ParquetFile(opened).iter_batches(num_rows, columns=names, use_threads=False)
+        )
 
 
-def _present(file: Path, header: Sequence[str], columns: Sequence[str]) -> list[str]:
+def dataset_rows(
+    loaded: datasets.Dataset, name: str, columns: Sequence[str], *, option: str = "--text-column"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a data set is, in words, and its values of some columns (`read_rows`).
+
+    Raises:
+        CorpusError: it lacks a column.
+    """
+    with _about(option):
+        names = _of_schema(name, loaded.features.arrow_schema, columns)
+        arrow = loaded.select_columns(names).with_format("arrow")
+        classes = {each: loaded.features[each] for each in names}
+        classes = {each: kind for each, kind in classes.items() if isinstance(kind, datasets.ClassLabel)}
+        batches = (arrow[first : first + _ROWS] for first in range(0, len(loaded), _ROWS))
+        for where, row in _arrow_rows(name, names, batches):
+            named = {each: kind.int2str(row[each]) for each, kind in classes.items() if row[each] is not None}
+            yield where, {**row, **named}
+
+
+def _of_schema(name: object, schema: pa.Schema, columns: Sequence[str]) -> list[str]:
+    """Return the columns to read; what holds bytes names no text that another is a copy of."""
+    names = _present(name, schema.names, columns)
+    if (
+        COPIES_COLUMN in names
+        and COPIES_COLUMN not in columns
+        and "binary" in str(schema.field(COPIES_COLUMN).type)
+    ):
+        names.remove(COPIES_COLUMN)
+    return names
+
+
+def _arrow_rows(
+    name: object, names: Sequence[str], batches: Iterable[pa.RecordBatch | pa.Table]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    first = 0
+    for batch in batches:
+        values = {each: _strings(batch.column(each), name, first) for each in names}
+        for at in range(len(batch)):
+            yield f"record {first + at} (counted from 0)", {each: found[at] for each, found in values.items()}
+        first += len(batch)
+
+
+def _present(name: object, header: Sequence[str], columns: Sequence[str]) -> list[str]:
     """Return the columns, and the one that marks copies if it is there.
 
     Raises:
         CorpusError: one is missing, or stands there twice.
     """
     names = [*columns, *([COPIES_COLUMN] if COPIES_COLUMN in header else [])]
-    for name in names:
-        if header.count(name) > 1:
-            raise CorpusError(f"corpus {file} has two columns of one name: {name}. Rename one.")
-        if name not in header:
-            _refuse_no_text(file, name, number=0, names=header)
+    for column in names:
+        if header.count(column) > 1:
+            raise CorpusError(f"corpus {name} has two columns of one name: {column}. Rename one.")
+        if column not in header:
+            _refuse_no_text(name, column, number=0, names=header)
     return list(dict.fromkeys(names))
 
 
@@ -430,22 +504,7 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
         ) from error
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    """Return whether a column holds bytes, which name no text that another is a copy of."""
-    return "binary" in str(kind)
-
-
-def _batches(
-    parquet: pq.ParquetFile, columns: list[str], num_rows: int
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield batches of a file, and the number of the first record of each."""
-    first = 0
-    for batch in parquet.iter_batches(num_rows, columns=columns, use_threads=False):
-        yield first, batch
-        first += len(batch)
-
-
-def _strings(values: pa.Array, file: Path, first: int) -> list[str | None]:
+def _strings(values: pa.Array | pa.ChunkedArray, name: object, first: int) -> list[str | None]:
     """Return texts; `first` is the number of the first of them.
 
     Raises:
@@ -459,7 +518,7 @@ def _strings(values: pa.Array, file: Path, first: int) -> list[str | None]:
                 values[number].as_py()
             except UnicodeDecodeError:
                 raise CorpusError(
-                    f"cannot read corpus {file}: record {first + number} (counted from 0) is not text in "
+                    f"cannot read corpus {name}: record {first + number} (counted from 0) is not text in "
                     "UTF-8. Write it again as text."
                 ) from error
         raise
@@ -477,13 +536,13 @@ def as_key(value: object) -> str | None:
         return json.dumps(value, sort_keys=True, default=str)
 
 
-def _whole(text: str, file: Path, where: str) -> str:
+def _whole(text: str, name: object, where: str) -> str:
     """Return a text, which may hold no half of a character that JSON wrote in two."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise CorpusError(
-            f"cannot read corpus {file}: {where} has half of a character (a lone surrogate). Fix it or "
+            f"cannot read corpus {name}: {where} has half of a character (a lone surrogate). Fix it or "
             f"remove it."
         ) from error
     return text
@@ -503,16 +562,16 @@ def plain_text(text: str, where: object) -> str:
     return text.removeprefix("\ufeff")
 
 
-def _refuse_no_text(file: Path, column: str, *, number: int, names: Sequence[str]) -> NoReturn:
+def _refuse_no_text(corpus: object, column: str, *, number: int, names: Sequence[str]) -> NoReturn:
     """Raise the error of a file without a column, or of a record without a text in it."""
     if column in names:
         raise CorpusError(
-            f"corpus {file}: record {number} (counted from 0) has no text. "
+            f"corpus {corpus}: record {number} (counted from 0) has no text. "
             "Give it one, remove it, or name another column: --text-column."
         )
     more = "" if len(names) < _SHOWN_COLUMNS else ", ..."
     raise CorpusError(
-        f"corpus {file} has no column {column!r}; it has {', '.join(names[:_SHOWN_COLUMNS])}{more}. "
+        f"corpus {corpus} has no column {column!r}; it has {', '.join(names[:_SHOWN_COLUMNS])}{more}. "
         f"{separated_otherwise(names) or 'Name the right one: --text-column.'}"
     )
 
