@@ -38,7 +38,13 @@ CASES: Final = (
 )
 """Codec, type of the student's vectors, its size of a head, and the teacher's, or entries of a row."""
 HEADS, LENGTH = 12, 128
-_TYPES: Final = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1"}
+_TYPES: Final = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
 
 
 class _Recorder:
@@ -117,8 +123,8 @@ def _used(kernel: Any, args: Any, kwargs: Any, *, capability: int) -> dict[str, 
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     aligned = {
         (number,): [["tt.divisibility", 16]]
-        for number, kind in enumerate(signature.values())
-        if kind.startswith("*")
+        for number, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (kind == "i32" and values[name] % 16 == 0)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -15,10 +15,9 @@ from triton import cdiv, next_power_of_2
 
 from minilm_cache.relations.kernels import gradients_of_vectors, losses_of_rows
 from minilm_cache.relations.scores import SparseRows, VectorRows, Vectors, narrow_sides, row_mask
+from minilm_cache.relations.trust import MOST_SIZE
 from minilm_cache.storage_schema.identity import RelationKind
 
-_MOST_SIZE: Final = 128
-"""Greatest size of a head. Tiles of larger ones would not fit into the fast memory of a GPU."""
 _LEAST_SIZE: Final = 16
 """Least width of the tiles that a GPU multiplies."""
 _BLOCK: Final = 32
@@ -38,15 +37,21 @@ def serves(vectors: Vectors, kind: RelationKind, rows: SparseRows | VectorRows) 
     if kind is RelationKind.ATTENTION and any(each.bias is not None for each in both):
         return False
     heads = [narrow_sides(each, kind)[0] for each in both]
-    return all(head.shape[-1] <= _MOST_SIZE and head.dtype in _DTYPES for head in heads)
+    return all(head.shape[-1] <= MOST_SIZE and head.dtype in _DTYPES for head in heads)
 
 
 def form_of(vectors: Vectors, kind: RelationKind, rows: SparseRows | VectorRows) -> tuple[object, ...]:
     """Return what kernels are compiled for. Relations of one form have the same kernels."""
-    student, _, _ = narrow_sides(vectors, kind)
-    teacher = rows.index if isinstance(rows, SparseRows) else narrow_sides(rows.vectors, kind)[0]
-    has_base = isinstance(rows, SparseRows) and rows.base is not None
-    return type(rows), kind, rows.is_causal, has_base, student.dtype, student.shape[-1], teacher.shape[-1]
+    left, _, _ = narrow_sides(vectors, kind)
+    read: list[Tensor | None]
+    if isinstance(rows, SparseRows):
+        read = [rows.index, rows.weight, rows.base]
+    else:
+        first, second, _ = narrow_sides(rows.vectors, kind)
+        read = [first, second, rows.vectors.mask if kind is RelationKind.ATTENTION else None]
+    kinds = [None if part is None else (part.dtype, part.shape[-1]) for part in [left, *read[:2]]]
+    third = read[2] is not None
+    return type(rows), kind, rows.is_causal, third, left.shape[2] % _LEAST_SIZE == 0, *kinds
 
 
 def cross_entropy(
@@ -96,18 +101,34 @@ def _of_vectors(rows: VectorRows, lengths: Tensor) -> _Teacher:
     mask = None
     if rows.kind is RelationKind.ATTENTION and rows.vectors.mask is not None:
         mask = row_mask(rows.vectors, rows.kind, lengths).expand(*left.shape[:3], left.shape[2])
-    first, second = _by_position(left), _by_position(right)
+    first, second = _sides(left, right)
     return _Teacher(first=first, second=second, scaling=scaling, mask=mask, is_causal=rows.is_causal)
 
 
 def _of_entries(rows: SparseRows) -> _Teacher:
     base = None if rows.base is None else _by_position(rows.base)
-    index, weight = _by_position(rows.index), _by_position(rows.weight)
+    index, weight = _by_position(rows.index.to(torch.int32)), _by_position(rows.weight)
     return _Teacher(first=index, second=weight, base=base, is_sparse=True, is_causal=rows.is_causal)
 
 
+def _sides(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two sides as `(batch, length, heads, size)`, with as many numbers from position to position.
+
+    They are not copied if a token's heads are side by side in memory, as models and codecs have them.
+    """
+    views = left.detach().transpose(1, 2), right.detach().transpose(1, 2)
+    (_, length, _, size), steps = views[0].shape, {view.stride(1) for view in views}
+    expected = (length * views[0].stride(1), views[0].stride(1), size, 1)
+    if len(steps) == 1 and all(view.stride() == expected for view in views):
+        return views
+    if left is right:
+        copied = views[0].contiguous()
+        return copied, copied
+    return views[0].contiguous(), views[1].contiguous()
+
+
 def _by_position(part: Tensor) -> Tensor:
-    """Return `(batch, heads, length, ...)` as `(batch, length, heads, ...)`, as it mostly is in memory."""
+    """Return `(batch, heads, length, ...)` as `(batch, length, heads, ...)` in one piece of memory."""
     return part.detach().transpose(1, 2).contiguous()
 
 
@@ -123,8 +144,8 @@ class _FusedKl(torch.autograd.Function):
         teacher: _Teacher,
         lengths: Tensor,
     ) -> Tensor:
-        student = _by_position(left)
-        read = (student, _by_position(right), *teacher.read, lengths)
+        student, other = _sides(left, right)
+        read = (student, other, *teacher.read, lengths)
         losses, *sums = (student.new_zeros(student.shape[:3], dtype=torch.float32) for _ in range(3))
         ctx.sizes = _sizes(student, scaling, teacher)
         with torch.cuda.device_of(student):
@@ -139,7 +160,7 @@ class _FusedKl(torch.autograd.Function):
         factor = grads[0] * ctx.sizes["scaling"] / num_rows
         gradients = []
         for side, by_columns in zip(read[:2], (False, True), strict=True):
-            gradient = torch.zeros_like(side)
+            gradient = torch.zeros_like(side, memory_format=torch.contiguous_format)
             written = gradient, of_student, of_teacher, factor
             with torch.cuda.device_of(side):
                 gradients_of_vectors[_grid(side)](*read, *written, BY_COLUMNS=by_columns, **ctx.sizes)
@@ -162,6 +183,8 @@ def _sizes(student: Tensor, scaling: float, teacher: _Teacher) -> dict[str, Any]
         "scaling": scaling,
         "teacher_scaling": teacher.scaling,
         "size": length,
+        "step": student.stride(1),
+        "teacher_step": teacher.first.stride(1),
         **dict(zip(("of_batch", "of_head", "of_row", "of_column"), strides, strict=True)),
         "HEADS": heads,
         "WIDTH": size,
@@ -172,6 +195,7 @@ def _sizes(student: Tensor, scaling: float, teacher: _Teacher) -> dict[str, Any]
         "HAS_BASE": teacher.base is not None,
         "HAS_MASK": teacher.mask is not None,
         "IS_CAUSAL": teacher.is_causal,
+        "IS_HALF": student.dtype == torch.bfloat16,
         "BLOCK": _BLOCK,
         "num_warps": 4,
         "num_stages": 2,

@@ -9,9 +9,10 @@ gradient in S is softmax(S) - P, which is subtracted before it is multiplied by 
 two products, which form `sdpa` takes, rounding counts for more the closer the student is to its teacher.
 Sparse rows are entries instead of softmax T, and their loss is the cross entropy LSE(S) - sum_j P_j S_j.
 
-All vectors are `(batch, length, heads, size)`, and numbers of rows `(batch, length, heads)`, float32. `first`
-and `second` are the teacher's left-hand and right-hand vectors, or the columns and weights of entries.
-Vectors of float32 are multiplied as three products of TF32, which keeps what float32 does.
+All vectors are `(batch, length, heads, size)`, with `step` numbers from one position to the next, and numbers
+of rows `(batch, length, heads)`, float32. `first` and `second` are the teacher's left-hand and right-hand
+vectors, or the columns and weights of entries. Vectors of float32 are multiplied as three products of TF32,
+which keeps what float32 does.
 """
 
 from typing import Final, no_type_check
@@ -27,34 +28,39 @@ _LEAST: Final = tl.constexpr(-1.0e30)
 @no_type_check
 def losses_of_rows(
     left, right, first, second, base, mask, lengths, losses, student_lse, teacher_lse,
-    scaling, teacher_scaling, size, of_batch, of_head, of_row, of_column,
+    scaling, teacher_scaling, size, step, teacher_step, of_batch, of_head, of_row, of_column,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     TEACHER_WIDTH: tl.constexpr, TEACHER_PADDED: tl.constexpr,
     IS_SPARSE: tl.constexpr, HAS_BASE: tl.constexpr, HAS_MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    IS_HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the loss of each row of a block, and the logarithms of its sums of exponentials."""
     sequence, head, begin = _place(size, HEADS, BLOCK)
     length = tl.load(lengths + sequence).to(tl.int32)
     at = sequence * size * HEADS + head
+    left += sequence * size * step + head * WIDTH
+    right += sequence * size * step + head * WIDTH
+    if not IS_SPARSE:
+        first += sequence * size * teacher_step + head * TEACHER_WIDTH
+        second += sequence * size * teacher_step + head * TEACHER_WIDTH
     row = begin + tl.arange(0, BLOCK)
     rows = at + row.to(tl.int64) * HEADS
-    queries = _vectors(left, at, row, length, HEADS, WIDTH, PADDED)
+    queries = _vectors(left, row, length, step, WIDTH, PADDED)
     if not IS_SPARSE:
-        teacher_queries = _vectors(first, at, row, length, HEADS, TEACHER_WIDTH, TEACHER_PADDED)
+        teacher_queries = _vectors(first, row, length, teacher_step, TEACHER_WIDTH, TEACHER_PADDED)
     nothing = tl.zeros([BLOCK], tl.float32)
     most, total, teacher_most, teacher_total = nothing + _LEAST, nothing, nothing + _LEAST, nothing
     expected, own = nothing, nothing
     for start in range(0, _after(begin, length, BLOCK, IS_CAUSAL), BLOCK):
         column = start + tl.arange(0, BLOCK)
         seen = _seen(row, column, length, IS_CAUSAL)
-        scores = _scores(queries, _vectors(right, at, column, length, HEADS, WIDTH, PADDED), scaling)
+        scores = _scores(queries, _vectors(right, column, length, step, WIDTH, PADDED), scaling)
         most, total, _, _ = _added(most, total, scores, seen)
         if IS_SPARSE:
             probs = _entries(first, second, base, rows, row < length, column, seen, TEACHER_WIDTH, HAS_BASE)
             expected += tl.sum(probs * scores, 1)
         else:
-            keys = _vectors(second, at, column, length, HEADS, TEACHER_WIDTH, TEACHER_PADDED)
+            keys = _vectors(second, column, length, teacher_step, TEACHER_WIDTH, TEACHER_PADDED)
             theirs = _scores(teacher_queries, keys, teacher_scaling)
             if HAS_MASK:
                 shown = mask + sequence * of_batch + head * of_head
@@ -78,21 +84,27 @@ def losses_of_rows(
 @no_type_check
 def gradients_of_vectors(
     left, right, first, second, base, mask, lengths, gradient, student_lse, teacher_lse, factor,
-    scaling, teacher_scaling, size, of_batch, of_head, of_row, of_column, BY_COLUMNS: tl.constexpr,
+    scaling, teacher_scaling, size, step, teacher_step, of_batch, of_head, of_row, of_column,
+    BY_COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     TEACHER_WIDTH: tl.constexpr, TEACHER_PADDED: tl.constexpr,
     IS_SPARSE: tl.constexpr, HAS_BASE: tl.constexpr, HAS_MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    IS_HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block of left-hand vectors, or of right-hand ones, which are columns."""
     sequence, head, begin = _place(size, HEADS, BLOCK)
     length = tl.load(lengths + sequence).to(tl.int32)
     at = sequence * size * HEADS + head
+    left += sequence * size * step + head * WIDTH
+    right += sequence * size * step + head * WIDTH
+    if not IS_SPARSE:
+        first += sequence * size * teacher_step + head * TEACHER_WIDTH
+        second += sequence * size * teacher_step + head * TEACHER_WIDTH
     held = begin + tl.arange(0, BLOCK)
-    mine = _vectors(right if BY_COLUMNS else left, at, held, length, HEADS, WIDTH, PADDED)
+    mine = _vectors(right if BY_COLUMNS else left, held, length, step, WIDTH, PADDED)
     if not IS_SPARSE:
         own = _vectors(
-            second if BY_COLUMNS else first, at, held, length, HEADS, TEACHER_WIDTH, TEACHER_PADDED
+            second if BY_COLUMNS else first, held, length, teacher_step, TEACHER_WIDTH, TEACHER_PADDED
         )
     found = tl.zeros([BLOCK, PADDED], tl.float32)
     after = _after(begin, length, BLOCK, IS_CAUSAL and not BY_COLUMNS)
@@ -101,7 +113,7 @@ def gradients_of_vectors(
         row, column = (met, held) if BY_COLUMNS else (held, met)
         rows = at + row.to(tl.int64) * HEADS
         seen = _seen(row, column, length, IS_CAUSAL)
-        others = _vectors(left if BY_COLUMNS else right, at, met, length, HEADS, WIDTH, PADDED)
+        others = _vectors(left if BY_COLUMNS else right, met, length, step, WIDTH, PADDED)
         if BY_COLUMNS:
             scores = _scores(others, mine, scaling)
         else:
@@ -112,7 +124,7 @@ def gradients_of_vectors(
             change -= _entries(first, second, base, rows, row < length, column, seen, TEACHER_WIDTH, HAS_BASE)
         else:
             theirs = _vectors(
-                first if BY_COLUMNS else second, at, met, length, HEADS, TEACHER_WIDTH, TEACHER_PADDED
+                first if BY_COLUMNS else second, met, length, teacher_step, TEACHER_WIDTH, TEACHER_PADDED
             )
             if BY_COLUMNS:
                 scores = _scores(theirs, own, teacher_scaling)
@@ -125,12 +137,25 @@ def gradients_of_vectors(
             change -= tl.where(seen, tl.exp(scores - lse[:, None]), 0.0)
         if BY_COLUMNS:
             change = tl.trans(change)
-        found = tl.dot(change.to(others.dtype), others, found, input_precision="tf32x3")
+        found = _multiplied(change, others, found, IS_HALF)
     found *= tl.load(factor)
-    number = tl.arange(0, PADDED)
-    places = (at + held.to(tl.int64) * HEADS)[:, None] * WIDTH + number[None, :]
-    inside = (held < length)[:, None] & (number < WIDTH)[None, :]
+    places = (at + held.to(tl.int64) * HEADS)[:, None] * WIDTH + tl.arange(0, PADDED)[None, :]
+    inside = (held < length)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
     tl.store(gradient + places, found.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _multiplied(change, vectors, found, IS_HALF: tl.constexpr):
+    """Add the products of changes of scores and vectors."""
+    if IS_HALF:
+        # In two parts: a row's changes add up to 0, and what is common to all vectors must not come through.
+        high = change.to(tl.bfloat16)
+        found = tl.dot(high, vectors, found)
+        found = tl.dot((change - high.to(tl.float32)).to(tl.bfloat16), vectors, found)
+    else:
+        found = tl.dot(change, vectors, found, input_precision="tf32x3")
+    return found
 
 
 @triton.jit
@@ -153,10 +178,10 @@ def _after(begin, length, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _vectors(part, at, position, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _vectors(part, position, length, step, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Return the vectors of a head at some positions, `(positions, PADDED)`; zeros beyond the length."""
     number = tl.arange(0, PADDED)
-    places = (at + position.to(tl.int64) * HEADS)[:, None] * WIDTH + number[None, :]
+    places = position.to(tl.int64)[:, None] * step + number[None, :]
     return tl.load(part + places, mask=(position < length)[:, None] & (number < WIDTH)[None, :], other=0.0)
 
 

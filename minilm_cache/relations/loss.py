@@ -12,10 +12,10 @@ KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is so
   where the teacher's vectors are stored, a gather where its rows are sparse, a product where they are
   dense. The value of this sum is not the KL, so the KL is computed on some of the rows.
 - `fused`: kernels for GPUs, which need no such matrix either and compute the value, too (relations/fused.py).
-  The first result of each kind is compared with that of `dense` (relations/trust.py).
+  They are used where they agree with `dense`, and are faster than the other forms (relations/trust.py).
 """
 
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,8 @@ from minilm_cache.relations.scores import (
     to_dense,
 )
 from minilm_cache.relations.trust import Kernels
+from minilm_cache.relations.trust import Method as Method  # noqa: PLC0414 - objectives ask for it here
 from minilm_cache.storage_schema.identity import RelationKind
-
-Method = Literal["dense", "sdpa", "fused"]
 
 
 class _Limits(NamedTuple):
@@ -100,15 +99,18 @@ def relation_loss(
         method: form of the computation. None means `fused` where there are kernels for it, or else the form
             that suits the size (`choose_method`). Where the student adds a bias to its scores, it is `dense`.
     """
-    if method == "fused" or (
-        method is None
-        and KERNELS.serve(vectors, kind, targets=targets, lengths=lengths, losses=(_fused_loss, _dense_loss))
-    ):
-        return _fused_loss(vectors, kind, targets, lengths)
     batch, heads, length, _ = vectors.query.shape
-    is_dense = (method or choose_method(batch, heads, length, device=lengths.device)) == "dense"
-    if is_dense or (kind is RelationKind.ATTENTION and vectors.bias is not None):
-        return _dense_loss(vectors, kind, targets, lengths)
+    form = method or choose_method(batch, heads, length, device=lengths.device)
+    if kind is RelationKind.ATTENTION and vectors.bias is not None:
+        form = "dense"
+    if form == "fused" or (
+        method is None
+        and KERNELS.serve(vectors, kind, targets=targets, lengths=lengths, loss=relation_loss, otherwise=form)
+    ):
+        return _fused(vectors, kind, targets=targets, lengths=lengths)
+    if form == "dense":
+        mask = column_mask(lengths, length, is_causal=targets.rows.is_causal)
+        return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):
         surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
         with torch.no_grad():
@@ -117,12 +119,7 @@ def relation_loss(
         return loss
 
 
-def _dense_loss(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:  # noqa: PLR0917 - `trust.Loss`
-    mask = column_mask(lengths, vectors.query.shape[2], is_causal=targets.rows.is_causal)
-    return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
-
-
-def _fused_loss(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:  # noqa: PLR0917 - `trust.Loss`
+def _fused(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
     from minilm_cache.relations.fused import cross_entropy  # noqa: PLC0415 - needs Triton, which GPUs alone do
 
     rows, entropy = targets.rows, targets.entropy

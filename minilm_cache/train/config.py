@@ -109,6 +109,8 @@ class ComputeSettings(DeviceSettings):
     graph: bool = True
     """Record whole steps on a GPU, and launch each as one, where batches have few forms. Their lengths are
     rounded up for it, to quarters of a power of two."""
+    kernels: bool = True
+    """Compare relations by fused kernels on a GPU of NVIDIA, where they are faster."""
     place: Literal["data", "students"] = "data"
     """What the processes of torchrun divide among themselves."""
     streams: Annotated[int, Field(ge=1)] | None = None

@@ -13,7 +13,6 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
-from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
@@ -101,8 +100,6 @@ class TrainingLoop:
             num_tokens = 0
             while self.state.step < self.steps:
                 num_tokens += self._step(stream, journal, sitting)
-                if (problem := KERNELS.problem()) is not None:
-                    self.session.progress.note(problem)
             self.session.progress.advance(
                 expected - num_tokens, journal.losses_in_words
             )  # lengths differ: now it is 100 %

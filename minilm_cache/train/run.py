@@ -20,6 +20,7 @@ from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
+from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, storage_errors
@@ -327,6 +328,7 @@ class _Run:
             session.progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
+        KERNELS.begin(are_used=config.kernels, say=session.progress.note)
         graphs = graphs_of(config, self.objective, ranks, say=session.progress.note)
         hint = faster_option(config, ranks.device, self.objective.head, has_graphs=graphs is not None)
         if earlier is None and hint is not None:

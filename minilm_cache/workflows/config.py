@@ -30,7 +30,7 @@ ALL_PIECES: Final = "all"
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
     **{
         name: TrainConfig.model_fields[name].default
-        for name in ("max_hours", "tracker", "local_bytes", "gradient_checkpointing", "graph")
+        for name in ("max_hours", "tracker", "local_bytes", "gradient_checkpointing", "graph", "kernels")
     },
     "keep_checkpoints": 0,
 }

@@ -1,17 +1,20 @@
 """Students train with fused kernels as with plain torch; the kernels run in Triton's interpreter."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from minilm_cache.relations import fused, loss, trust
+from minilm_cache.relations import trust
 from minilm_cache.session import Session, Silent
-from minilm_cache.train import batches, loop
+from minilm_cache.train import batches
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from tests.support import World
+
+fused: Any = pytest.importorskip("minilm_cache.relations.fused", reason="Triton is for Linux")
 
 
 class Notes(Silent):
@@ -24,18 +27,11 @@ class Notes(Silent):
         self.said.append(message)
 
 
-def train(world: World, out: str, objective: str) -> tuple[TrainResult, list[str]]:
+def train(world: World, out: str, objective: str, **changes: Any) -> tuple[TrainResult, list[str]]:
     """Train a student for three steps; return the run and what was said."""
     notes = Notes()
-    config = TrainConfig(
-        arch=("2x16",),
-        objective=objective,
-        steps=3,
-        batch_size=2,
-        init="random",
-        device="cpu",
-        dropout="none",
-    )
+    values = {"arch": ("2x16",), "steps": 3, "batch_size": 2, "init": "random", "device": "cpu"}
+    config = TrainConfig.model_validate({**values, "dropout": "none", "objective": objective, **changes})
     session = Session(world.home, progress=notes)
     return train_students(config, world.root / "cache", out=world.root / out, session=session), notes.said
 
@@ -56,15 +52,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     kinds: list[str] = []
     original = fused.cross_entropy
 
-    def counted(vectors: object, kind: str, **given: object) -> Tensor:
+    def counted(vectors: object, kind: str, **given: Any) -> Any:
         kinds.append(str(kind))
-        return original(vectors, kind, **given)  # type: ignore[arg-type]
+        return original(vectors, kind, **given)
 
     for module in (trust, batches):
         monkeypatch.setattr(module, "has_kernels", lambda _: True)
-    kernels = trust.Kernels()
-    for module in (loss, batches, loop):
-        monkeypatch.setattr(module, "KERNELS", kernels)
+    monkeypatch.setattr(trust, "_COMPARED", 2**10)  # the interpreter is slow
     monkeypatch.setattr(fused, "cross_entropy", counted)
     return kinds
 
@@ -85,6 +79,9 @@ def test_students_train_as_with_plain_torch(
     assert len(asked) == len(kinds) * (3 + 1)  # one more for the comparison of each
     assert losses(result) == pytest.approx(losses(plain), abs=1e-5)
     assert not any("kernels" in note for note in said)
+    without, _ = train(world, "without", objective, kernels=False)
+    assert len(asked) == len(kinds) * (3 + 1)
+    assert losses(without) == losses(plain)
 
 
 def test_a_run_says_once_that_kernels_are_not_used(
@@ -97,6 +94,6 @@ def test_a_run_says_once_that_kernels_are_not_used(
     monkeypatch.setattr(fused, "cross_entropy", fail)
     result, said = train(world, "run", "minilm")
     assert [note for note in said if "kernels" in note] == [
-        "relations are compared without fused kernels: out of resource: shared memory"
+        "relations are compared without fused kernels (--no-kernels): out of resource: shared memory"
     ]
     assert all(torch.isfinite(torch.tensor(losses(result))))
