@@ -179,6 +179,9 @@ def _task_stage(
     check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
     refuse_missing(teacher=dump["teacher"], revision=dump.get("revision"))
     refuse_missing(models=[config.augment, config.mine])
+    refuse_undivided(recipe["arch"], str(dump["teacher"]), dump.get("revision"))
+    if "max_length" in dump:
+        refuse_too_long(dump["max_length"], [dump["teacher"]], dump.get("revision"), is_teacher=True)
     refuse_no_beginning(config.student)
     refuse_files(out=out)
     evaluation = evaluation_of(config, {})

@@ -121,6 +121,8 @@ def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
     """
     refuse_other_columns(file, columns)
     judged = read_judged(file, only_judged=True)
+    if not any(grade > 0 for grades in judged.grades.values() for grade in grades.values()):
+        raise CorpusError(f"{file}: no query has a right document, one whose grade is above 0. Add some.")
     for query, text in judged.queries.items():
         grades = judged.grades[query]
         right = [judged.documents[name] for name in best_first(grades) if grades[name] > 0]

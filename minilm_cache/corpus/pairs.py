@@ -4,7 +4,7 @@ A query with several documents is a group: one pair for each document. Pairs of 
 together, and follow each other in a cache.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,15 @@ import xxhash
 
 from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
 from minilm_cache.corpus.formats import TEXT, judged_files
-from minilm_cache.corpus.records import COPIES_COLUMN, Record, as_key, dataset_rows, plain_text, read_rows
+from minilm_cache.corpus.records import (
+    COPIES_COLUMN,
+    Record,
+    as_key,
+    dataset_rows,
+    kind_of,
+    plain_text,
+    read_rows,
+)
 from minilm_cache.errors import CorpusError, InvalidConfigError
 
 BETWEEN: Final = "\x1e"
@@ -35,7 +43,8 @@ class PairColumns(NamedTuple):
     are_groups: bool = False
     """Whether each record is a query with its documents."""
     scores: tuple[str, ...] = ()
-    """Columns of the scores of the documents, one for each column of documents. Empty means no scores."""
+    """Columns of the scores of the documents, one for each column of documents, or one for all of them, which
+    come in their order. Empty means no scores."""
 
     @classmethod
     def of(cls, columns: str, scores: str | None = None) -> "PairColumns":
@@ -57,11 +66,12 @@ class PairColumns(NamedTuple):
                 "question,sentence, or a query and the columns of its documents, like query,pos+neg."
             )
         of_scores = [] if scores is None else [part.strip() for part in scores.split("+")]
-        is_each = len(of_scores) == len(seconds) == len(set(of_scores)) and all(of_scores)
-        if scores is not None and not is_each:
+        is_each = len(of_scores) == len(set(of_scores)) and all(of_scores)
+        if scores is not None and not (is_each and len(of_scores) in {1, len(seconds)}):
             raise InvalidConfigError(
                 f"--score-columns {scores}: give one column for each of {', '.join(seconds)}, with + between "
-                "them, like pos_scores+neg_scores."
+                "them, like pos_scores+neg_scores, or one column whose lists hold the scores of them all, in "
+                "their order."
             )
         return cls(names[0], tuple(seconds), len(seconds) > 1, tuple(of_scores))
 
@@ -166,21 +176,25 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known:
         has_copies = COPIES_COLUMN in row and COPIES_COLUMN not in columns.every
         yield Record(text, as_key(row[COPIES_COLUMN]) if has_copies else None, has_copies, score=score)
         return
-    for number, column in enumerate(columns.seconds):
-        documents = _documents(row[column], column, where)
-        if number == 0 and not documents:
-            raise CorpusError(
-                f"corpus: {where} has a query and no document in column {column!r}, whose documents are the "
-                "right ones. Add one or remove the record."
-            )
-        scores: Sequence[float | None] = [None] * len(documents)
-        if columns.scores:
-            name = columns.scores[number]
-            scores = _scores(row[name], name, len(documents), where=where)
-        for document, score in zip(documents, scores, strict=True):
-            text = joined_pair((query, document), where)
-            if _is_new(text, score, where, known=known):
-                yield Record(text, query, says_copies=True, score=score)
+    documents = {column: _documents(row[column], column, where) for column in columns.seconds}
+    if not documents[columns.seconds[0]]:
+        raise CorpusError(
+            f"corpus: {where} has a query and no document in column {columns.seconds[0]!r}, whose "
+            "documents are the right ones. Add one or remove the record."
+        )
+    scored = list(documents.values())
+    if len(columns.scores) == 1:
+        scored = [[text for texts in scored for text in texts]]
+    scores: list[float | None] = [None] * sum(map(len, scored))
+    if columns.scores:
+        of_columns = zip(columns.scores, scored, strict=True)
+        scores = [
+            score for name, texts in of_columns for score in _scores(row[name], name, len(texts), where=where)
+        ]
+    for document, score in zip((text for texts in documents.values() for text in texts), scores, strict=True):
+        text = joined_pair((query, document), where)
+        if _is_new(text, score, where, known=known):
+            yield Record(text, query, says_copies=True, score=score)
 
 
 def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool:
@@ -229,7 +243,7 @@ def _refuse_text(file: Path, columns: PairColumns) -> None:
 
 def _text(value: object, column: str, where: str) -> str:
     if not isinstance(value, str):
-        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        kind = "nothing" if value is None else kind_of(value)
         raise CorpusError(
             f"corpus: {where} holds {kind} in column {column!r}, not text. Name another with --pair-columns, "
             "or store it as text."
@@ -264,8 +278,9 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
             score = float("nan")
         if not abs(score) < _MOST_SCORE:
             raise CorpusError(
-                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is not a "
-                "number that a score can be. Correct it or remove the record."
+                f"corpus: {where} has {'no score' if each is None else f'the score {str(each)[:40]!r}'} in "
+                f"column {column!r}, which is not a number that a score can be. Correct it or remove the "
+                "record."
             )
         scores.append(score)
     return scores

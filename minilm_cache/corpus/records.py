@@ -173,8 +173,8 @@ def _text(name: object, column: str, value: object, *, number: int, where: str) 
         _refuse_no_text(name, column, number=number, names=[column])
     if not isinstance(value, str):
         raise CorpusError(
-            f"corpus {name}: column {column!r} of {where} holds {_kind(value)}, not text. Name another with "
-            "--text-column, or store it as text."
+            f"corpus {name}: column {column!r} of {where} holds {kind_of(value)}, not text. Name another "
+            "with --text-column, or store it as text."
         )
     return value
 
@@ -423,7 +423,7 @@ def _objects(file: Path, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]
             row = _value(file, line, where=where, columns=doubtful)
             if not isinstance(row, dict):
                 raise CorpusError(
-                    f"corpus {file}: {where} holds {_kind(row)}, where a record with a text should be. "
+                    f"corpus {file}: {where} holds {kind_of(row)}, where a record with a text should be. "
                     "Write one object a line."
                 )
             _refuse_two_values(file, row, doubtful, where=where)
@@ -437,9 +437,8 @@ def _array(file: Path, content: str, columns: Sequence[str]) -> Iterator[tuple[s
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise CorpusError(
-                f"corpus {file}: element {number} of its array (counted from 0) holds {_kind(row)}, where a "
-                f"record "
-                'like {"text": "..."} should be. Write one object a line.'
+                f"corpus {file}: element {number} of its array (counted from 0) holds {kind_of(row)}, where "
+                'a record like {"text": "..."} should be. Write one object a line.'
             )
         _refuse_two_values(file, row, columns, where=f"element {number}")
         yield f"element {number}", row
@@ -576,7 +575,7 @@ def _refuse_no_text(corpus: object, column: str, *, number: int, names: Sequence
     )
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """Return what a JSON value is, in words."""
     kinds: Mapping[type, str] = {bool: "true or false", list: "a list", dict: "an object", str: "a text"}
     number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"

@@ -31,6 +31,7 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer, mask_token
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.outline import positions_of
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.session import ALONE, Session
@@ -220,7 +221,7 @@ class _WordReplacer:
         The document is cut to `max_length` tokens, and the second segment to the positions that the model has
         left.
         """
-        positions = getattr(self.model.model.config, "max_position_embeddings", 2 * self.config.max_length)
+        positions = positions_of(self.model.model.config) or 2 * self.config.max_length
         limit, room = self.config.max_length, min(positions - _SPARE, 2 * self.config.max_length)
         if not self._is_authors or room < 2 * _SPARE:
             return self._tokens(text, truncation=True, max_length=limit)

@@ -108,7 +108,7 @@ def packing_for(
     config: DumpConfig, teacher: Teacher, corpus: Corpus, *, split: Split | None = "tokens"
 ) -> Packing:
     """Return how the text of a dump becomes sequences; see `packing_of`."""
-    return packing_of(
+    packing = packing_of(
         teacher.tokenizer,
         mode=config.packing,
         max_length=config.max_length,
@@ -119,6 +119,8 @@ def packing_for(
         has_groups=bool(corpus.identity.groups),
         truncation=config.truncation,
     )
+    teacher.refuse_segments(packing.pair)
+    return packing
 
 
 def identify(

@@ -37,7 +37,7 @@ from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.signals import Signals
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
-from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
+from minilm_cache.storage_schema.identity import PairTemplate, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.states import LOGITS, POOLED, PoolingMode, SignalName
 from minilm_cache.store.durable import refuse_file
 
@@ -179,6 +179,9 @@ class ImportedTeacher(Teacher):
     def prompts(self) -> Prompts:
         """Nothing: the prompts in the folder are of another model than the one that made the vectors."""
         return Prompts({}, None)
+
+    def refuse_segments(self, pair: PairTemplate | None) -> None:
+        """Refuse nothing: what read the pairs is not known."""
 
     @property
     def num_classes(self) -> int:

@@ -83,8 +83,11 @@ def read_own_data(path: Path) -> OwnData:
     data = _of_judgements(file) if path.is_dir() or judged_files(path) else _of_questions(path)
     lacking = next((query for query in data.queries if not data.right.get(query)), None)
     if lacking is not None or not data.queries:
-        what = "there is no query" if lacking is None else f"query {lacking!r} has no right document"
-        raise CorpusError(f"--retrieval {path}: {what}. Add it or remove the query.")
+        if lacking is None:
+            raise CorpusError(f"--retrieval {path}: no query has a right document. Add some.")
+        raise CorpusError(
+            f"--retrieval {path}: query {lacking!r} has no right document. Add it or remove the query."
+        )
     return data
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,19 @@ _HELD_OUT: Final = 0.1
 """Share of the texts that are scored where there is no file of them."""
 _MOST_CLASSES: Final = 1000
 _CORRELATIONS: Final[tuple[Metric, ...]] = ("pearson", "spearman")
-Row = tuple[tuple[str, ...], object, str]
-"""Texts of a record, its label, and where it is, in words."""
+_MOST_ARE_VALUES: Final = 0.5
+"""Share of labels that are numbers above which the others are mistakes, if some numbers are not whole."""
+
+
+class Row(NamedTuple):
+    """A labelled record of a file."""
+
+    texts: tuple[str, ...]
+    label: object
+    where: str
+    """Where it is, in words."""
+    number: int
+    """Its number in the file, counted from 0."""
 
 
 def read_own_task(
@@ -85,7 +96,15 @@ def read_labelled(
         train, dev = (train, train) if config.as_is else _split(train, file, config.metric)
     else:
         dev = _rows(config.dev, columns, config.label_column)
-    labels = [label for _, label, _ in train]
+    if config.dev is not None and not config.as_is:
+        known = {row.texts for row in train}
+        if also := sum(row.texts in known for row in dev):
+            note(
+                f"{printable(file.name)}: {also} of the {len(dev)} texts that are scored are also trained on"
+            )
+    if config.metric is None:
+        _refuse_words_among_values(train)
+    labels = [row.label for row in train]
     classes = () if _is_scale(labels, config.metric) else _classes(labels, file)
     task = replace(
         OWN_TEXTS,
@@ -99,8 +118,7 @@ def read_labelled(
     sets = {"train": train, "dev": dev}
     examples = {
         name: [
-            TextExample(texts, _number(label, classes, where), str(at))
-            for at, (texts, label, where) in enumerate(rows)
+            TextExample(row.texts, _number(row.label, classes, row.where), str(row.number)) for row in rows
         ]
         for name, rows in sets.items()
     }
@@ -118,9 +136,26 @@ def _rows(file: Path, columns: Sequence[str], label_column: str) -> list[Row]:
         CorpusError: see `read_own_task`; messages name the options of this command.
     """
     return [
-        (tuple(read_own_text(row[name], where) for name in columns), row[label_column], where)
-        for where, row in own_rows(file, (*columns, label_column), "--text-columns, --label-column")
+        Row(tuple(read_own_text(row[name], where) for name in columns), row[label_column], where, number)
+        for number, (where, row) in enumerate(
+            own_rows(file, (*columns, label_column), "--text-columns, --label-column")
+        )
     ]
+
+
+def _refuse_words_among_values(rows: Sequence[Row]) -> None:
+    """Raise CorpusError where most labels are values on a scale, and others are no numbers."""
+    labelled = [row for row in rows if _word(row.label)]
+    values = np.array([_value(row.label) for row in labelled])
+    numbers = values[np.isfinite(values)]
+    are_values = len(numbers) > _MOST_ARE_VALUES * len(values) and (numbers != np.round(numbers)).any()
+    if are_values and len(numbers) < len(values):
+        row = labelled[int(np.flatnonzero(~np.isfinite(values))[0])]
+        raise CorpusError(
+            f"{row.where}: label {str(row.label)[:40]!r} is not a number, and {len(numbers)} of the "
+            f"{len(values)} labels are, on a scale. Correct or remove it, or give --metric accuracy if "
+            "labels are names of classes."
+        )
 
 
 def _split(rows: Sequence[Row], file: Path, metric: Metric | None) -> tuple[list[Row], list[Row]]:
@@ -128,13 +163,13 @@ def _split(rows: Sequence[Row], file: Path, metric: Metric | None) -> tuple[list
 
     Rows of a class that has no others stay among those to train on, as nothing could be learned of it.
     """
-    held_out = _held_out(list(dict.fromkeys(texts for texts, _, _ in rows)), file)
-    if not _is_scale([label for _, label, _ in rows], metric):
-        learned = {_word(label) for texts, label, _ in rows if texts not in held_out}
-        rare = {texts for texts, label, _ in rows if _word(label) not in learned}
+    held_out = _held_out(list(dict.fromkeys(row.texts for row in rows)), file)
+    if not _is_scale([row.label for row in rows], metric):
+        learned = {_word(row.label) for row in rows if row.texts not in held_out}
+        rare = {row.texts for row in rows if _word(row.label) not in learned}
         held_out = held_out - rare or held_out
-    dev = [row for row in rows if row[0] in held_out]
-    return [row for row in rows if row[0] not in held_out], dev
+    dev = [row for row in rows if row.texts in held_out]
+    return [row for row in rows if row.texts not in held_out], dev
 
 
 def _held_out(known: Sequence[tuple[str, ...]], file: Path) -> set[tuple[str, ...]]:

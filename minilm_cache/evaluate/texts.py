@@ -75,7 +75,9 @@ class TextKind(Kind[TextTask, TextExample]):
         if order is None:
             wanted = ", ".join(self.task.labels) or "one value"
             raise InvalidConfigError(
-                f"{model.name} answers with {', '.join(names)}, and {self.task.title} is about {wanted}."
+                f"{model.name} answers with {', '.join(names)}, and {self.task.title} is about {wanted}. "
+                "Take a model that was fine-tuned on it, or give its classes these names in its config.json "
+                "(id2label)."
             )
         loaded = (
             load_to_run(model.folder, "sequences")

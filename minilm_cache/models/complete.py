@@ -28,6 +28,7 @@ from transformers.models.auto import modeling_auto
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.files import computes_nothing
 from minilm_cache.models.locate import read_json
+from minilm_cache.models.outline import positions_of
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 
@@ -369,7 +370,7 @@ def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTra
     own = _settings(_reading_file(folder)).get("max_seq_length")
     if isinstance(own, int) and own > 0:
         return own
-    return int(min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf)))
+    return int(min(tokenizer.model_max_length, positions_of(config) or math.inf))
 
 
 def _reading_file(folder: Path) -> Path:

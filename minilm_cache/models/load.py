@@ -33,10 +33,10 @@ from minilm_cache.errors import TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import header_of, library_errors, read_config_file, weight_files
-from minilm_cache.models.outline import says_classifier, too_long
+from minilm_cache.models.outline import positions_of, says_classifier, too_long
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
-from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.identity import PairTemplate, canonical_sha256
 
 TaskHead = Head | Literal["spans"]
 """What a head's logits score: tokens, sequences, or spans of a context."""
@@ -337,6 +337,23 @@ def head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str
     }
 
 
+def refuse_segments(config: PreTrainedConfig, pair: PairTemplate | None, name: str) -> None:
+    """Raise TeacherError for a model that does not know the segments that a tokenizer gives pairs of texts.
+
+    Args:
+        config: configuration of the model.
+        pair: tokens and segments of pairs. None means that texts are single.
+        name: name of the model in the message.
+    """
+    kinds = getattr(config, "type_vocab_size", None)
+    if pair is not None and pair.has_segments and kinds == 1:
+        raise TeacherError(
+            f"{name}: its tokenizer gives the second text of a pair segment 1, and its configuration knows "
+            "one segment alone (type_vocab_size 1). Take token_type_ids out of model_input_names in its "
+            "tokenizer_config.json."
+        )
+
+
 def check_positions(
     read: Callable[[Tensor], object],
     config: PreTrainedConfig,
@@ -355,7 +372,7 @@ def check_positions(
         option: command-line option that set the length.
     """
     max_length = ids.shape[1]
-    limit = getattr(config, "max_position_embeddings", max_length)
+    limit = positions_of(config) or max_length
     if max_length > limit:
         raise too_long(max_length, limit, name=name, option=option)
     try:

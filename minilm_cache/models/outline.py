@@ -70,6 +70,11 @@ def says_classifier(architectures: object) -> bool:
     return any("SequenceClassification" in str(name) for name in names)
 
 
+def positions_of(config: object) -> int | None:
+    """Return the greatest length of a sequence by a configuration of transformers. None means any length."""
+    return _number(getattr(config, "max_position_embeddings", None))
+
+
 def too_long(length: int, limit: int, *, name: str, option: str) -> InvalidConfigError:
     """Return the error of a model that has fewer positions than a sequence.
 

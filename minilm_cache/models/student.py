@@ -21,6 +21,7 @@ from minilm_cache.models.device import enough_memory
 from minilm_cache.models.families import FAMILIES, family_of
 from minilm_cache.models.files import library_errors, model_description, out_of_bounds
 from minilm_cache.models.load import check_positions, draw_weights
+from minilm_cache.models.outline import positions_of
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
@@ -264,7 +265,7 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
             and config.num_attention_heads == teacher.num_heads
             and config.hidden_size == teacher.hidden_size
             and getattr(config, "num_hidden_layers", teacher.num_layers) == teacher.num_layers
-            and getattr(config, "max_position_embeddings", longest) >= longest
+            and (positions_of(config) or longest) >= longest
             and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
         )
     except _BAD_CONFIG as error:
@@ -324,7 +325,7 @@ def _refuse_oversized(config: PreTrainedConfig, attention: str, head: Head | Non
     described = num_weights(config, attention, head)
     width = config.hidden_size
     ffn_size = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
-    tables = (config.vocab_size + getattr(config, "max_position_embeddings", 0)) * width
+    tables = (config.vocab_size + (positions_of(config) or 0)) * width
     suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * ffn_size)
     if described > _MAX_WEIGHT_RATIO * suggested + 2**24:
         raise _unusable(f"it describes a model of {described:,} weights, far more than its sizes suggest")

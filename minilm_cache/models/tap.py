@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import ModelOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import attention
@@ -319,9 +320,27 @@ class TappedModel(nn.Module):
             )
         return Reading(
             vectors=[recorder.vectors[layer] for layer in tap.layers],
-            hidden={number: output.hidden_states[number] for number in tap.hidden},
+            hidden={number: self._state(output, number) for number in tap.hidden},
             logits=output.logits.flatten(0, -2) if tap.head else None,
         )
+
+    def _state(self, output: ModelOutput, number: int) -> Tensor:
+        """Return a hidden state: the embeddings' output, a layer's, or what the model itself calls its last.
+
+        Raises:
+            TeacherError: the family has other states than those of its layers.
+        """
+        last = output.get("last_hidden_state")
+        if number == self.num_layers and last is not None:
+            return last  # type: ignore[no-any-return]
+        states = output["hidden_states"]
+        if len(states) != self.num_layers + 1:
+            raise TeacherError(
+                f"model family {self.model.config.model_type!r} gives {len(states)} hidden states in "
+                f"{self.num_layers} layers, so they are not those of its layers. Take --pooled, which is "
+                "made of the last one."
+            )
+        return states[number]  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from minilm_cache.models.load import (
     load_model,
     load_tokenizer,
     read_config,
+    refuse_segments,
     some_token,
     tokenizer_sha256,
 )
@@ -37,7 +38,13 @@ from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
-from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
+from minilm_cache.storage_schema.identity import (
+    MAX_LAYERS,
+    PairTemplate,
+    Precision,
+    TeacherIdentity,
+    canonical_sha256,
+)
 from minilm_cache.storage_schema.manifest import (
     TEACHER_CONFIG,
     TEACHER_FOLDER,
@@ -349,6 +356,14 @@ class Teacher:
         """
         token = some_token(self.tokenizer)
         check_length(self._tapped, self.name, token=token, max_length=max_length, layers=self.layers)
+
+    def refuse_segments(self, pair: PairTemplate | None) -> None:
+        """Raise TeacherError if its tokenizer gives pairs of texts segments that the model does not know.
+
+        Args:
+            pair: tokens and segments of pairs. None means that texts are single.
+        """
+        refuse_segments(self.model.config, pair, f"teacher {self.name}")
 
     def relations(self, inputs: Inputs, layers: Sequence[int] | None = None) -> list[LayerRelations]:
         """Return the relations of some layers, in their order. None means the layers of this teacher."""

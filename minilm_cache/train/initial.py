@@ -16,6 +16,7 @@ from minilm_cache.models.load import (
     load_tokenizer,
     load_weights,
     read_config,
+    refuse_segments,
     some_token,
     tokenizer_sha256,
 )
@@ -300,7 +301,7 @@ def initial_weights(
         return Beginnings(of=begun, tokens=tokens or vocabulary)
     refuse_no_beginning(config.init)
     folder = Path(config.init)
-    folders = {shape.arch: _model_folder(folder, shape.arch) for shape in shapes}
+    folders = {shape.arch: model_folder(folder, shape.arch) for shape in shapes}
     trimmed = {arch: _is_trimmed(path, cache, vocabulary) for arch, path in folders.items()}
     name = canonical_sha256([weights_sha256(path) for path in folders.values()])
     return Beginnings(
@@ -354,6 +355,7 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
     check_family_positions(
         donor.config, donor.folder, name=donor.in_words, token=some_token(own), max_length=longest
     )
+    refuse_segments(donor.config, cache.manifest.identity.packing.pair, donor.in_words)
     if (
         tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
         or own.get_vocab() == cached.get_vocab()
@@ -488,14 +490,24 @@ def _refuse_other_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
         )
 
 
-def _model_folder(folder: Path, arch: str) -> Path:
-    """Return the folder of a run's student of this shape, or the folder itself if it is not a run."""
+def model_folder(folder: Path, arch: str, option: str = "--init") -> Path:
+    """Return the folder of a run's student of this shape, or the folder itself if it is not a run.
+
+    Args:
+        folder: folder of a run, or of a model.
+        arch: name of the shape.
+        option: command-line option that named the folder.
+
+    Raises:
+        InvalidConfigError: the run has no such student.
+        IdentityMismatchError: the student has other weights than those that the run has written.
+    """
     if not is_run(folder):
         return folder
     refuse_other_weights(folder, load_record(folder), arch)
     student_folder = RunFolder(path=folder).student(arch)
     if not student_folder.is_dir():
         raise InvalidConfigError(
-            f"--init {folder}: this run has no student {arch}. Give a run with students of the same shapes."
+            f"{option} {folder}: this run has no student {arch}. Give a run with students of the same shapes."
         )
     return student_folder

@@ -20,6 +20,7 @@ from minilm_cache.train.record import (
     refuse_other_run,
 )
 from minilm_cache.train.setup import num_steps
+from minilm_cache.train.vocabulary import refuse_own_tokens, student_vocabulary
 
 
 def recorded(
@@ -138,6 +139,9 @@ def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     check_parts(config)
     for checked in (first_config(config), config):
         choose_objective(checked, cache, arch=config.arch)
+    if config.vocab is not None:  # the first run has all pieces
+        refuse_own_tokens(cache, "--vocab")
+        student_vocabulary(config, cache)
 
 
 def _refuse_other_first(config: TrainConfig, cache: Cache, out: Path) -> None:

@@ -63,7 +63,7 @@ from minilm_cache.train.setup import (
 from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
-from minilm_cache.train.vocabulary import held_out_coverage
+from minilm_cache.train.vocabulary import held_out_coverage, refuse_own_tokens
 from minilm_cache.wording import Made, Place, number_text
 
 _LOOKED_AT: Final = 4096
@@ -229,11 +229,7 @@ def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens
     if pair is None:
         return
     if tokens is not None:
-        option = "--vocab" if isinstance(tokens, Vocabulary) else "--init-teacher"
-        raise InvalidConfigError(
-            f"{option}: the sequences of this cache are pairs of texts, which students read with the "
-            "teacher's own tokenizer. Leave it out."
-        )
+        refuse_own_tokens(cache, "--vocab" if isinstance(tokens, Vocabulary) else "--init-teacher")
     if objective.wanted.apart:
         single = template_of(cached_tokenizer(cache.reader))
         if (single.before, single.after) != (pair.before, pair.after):

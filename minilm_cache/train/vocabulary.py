@@ -44,6 +44,15 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
     return Vocabulary(pieces, counts + of_held_out, kept)
 
 
+def refuse_own_tokens(cache: Cache, option: str) -> None:
+    """Raise InvalidConfigError for students with a tokenizer of their own, of a cache of pairs of texts."""
+    if cache.manifest.identity.packing.pair is not None:
+        raise InvalidConfigError(
+            f"{option}: the sequences of this cache are pairs of texts, which students read with the "
+            "teacher's own tokenizer. Leave it out."
+        )
+
+
 def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:
     """Return what a vocabulary covers of held-out sequences. None means that there are none."""
     held_out = _sequences(cache, vocabulary.pieces, are_held_out=True)

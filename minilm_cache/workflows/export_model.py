@@ -23,6 +23,7 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes
 from minilm_cache.models.load import load_model
+from minilm_cache.models.outline import positions_of
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
@@ -179,7 +180,7 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
 @torch.no_grad()
 def _positions(model: PreTrainedModel) -> int:
     """Return the most tokens of a sequence that a model reads; some families reserve positions."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = positions_of(model.config)
     if limit is None:
         return _NO_LIMIT
     try:

@@ -22,14 +22,17 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
+from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.outline import Outline
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.initial import model_folder
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
 from minilm_cache.workflows.further_pairs import encoder_of_pairs, other_classes, write_further_pairs
@@ -97,6 +100,7 @@ def run_task_stage(
         )
         own = {"own_labels": str(out / (TEXTS if config.mine is None else MINED))}
     training = _training(config, {**train, **own}, len(of_teacher))
+    _refuse_shapes(training.arch, teacher, dump.get("revision"), begun=config.student)
     refuse_file(out)
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
     _write_texts(config, examples, out, labels=labels)
@@ -113,6 +117,14 @@ def run_task_stage(
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
+
+
+def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, begun: str | None) -> None:
+    """Raise InvalidConfigError for shapes that the teacher's heads do not divide, or that a run has not."""
+    heads = Outline.of(teacher, revision).num_heads
+    for shape in [] if heads is None else [parse_arch(each, heads, compares_heads=False) for each in arch]:
+        if begun is not None:
+            model_folder(Path(begun), shape.arch, "--student")
 
 
 def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: int) -> TrainConfig:

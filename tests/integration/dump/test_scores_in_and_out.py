@@ -105,6 +105,23 @@ def test_scores_are_given_to_others_as_a_data_set(world: World, command: Command
     assert len(scores) == cache.manifest.num_train
 
 
+def test_scores_of_all_documents_may_be_in_one_column(world: World, command: Command) -> None:
+    """As sentence-transformers has them: a list of scores, in the order of the positives and negatives."""
+    file, rows = write_scores(world)
+    apart = scores_of(open_cache(imported(world, command, file)))
+    joined = [{**row, "score": [*row["right_scores"], *row["wrong_scores"]]} for row in rows]
+    other = world.root / "joined.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in joined))
+    given = ("--tokenizer", world.teacher, "--max-length", 32, "--pair-columns", "query,right+wrong")
+    words = ("import", other, *given, "--score-columns", "score", "--out", world.root / "together")
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert scores_of(open_cache(world.root / "together")) == apart
+    joined[0]["score"] = joined[0]["score"][:-1]
+    other.write_text("".join(json.dumps(row) + "\n" for row in joined))
+    command.fails(*words, code=1, says="has 3 scores in column 'score' for 4 documents")
+
+
 def test_unknown_words_stay_and_the_data_set_is_imported_again(world: World, command: Command) -> None:
     file, rows = write_scores(world)
     for row in rows[::2]:
@@ -178,7 +195,7 @@ def test_what_is_wrong_with_scores_is_one_line(world: World, command: Command) -
     file, _ = write_scores(world)
     pairs = ("--pair-columns", "query,right+wrong")
     command.fails("import", file, *base, *pairs, code=2, says="go together: give both, or neither")
-    one = (*pairs, "--score-columns", "right_scores")
+    one = (*pairs, "--score-columns", "right_scores+wrong_scores+none")
     command.fails("import", file, *base, *one, code=2, says="give one column for each of right, wrong")
     command.fails("import", file, *base, *COLUMNS, "--pooling", "cls", code=2, says="is about vectors")
     words = (*pairs, "--score-columns", "right_scores+none")

@@ -245,3 +245,32 @@ def test_python_takes_one_name_and_a_folder_as_text(teacher: Path, tmp_path: Pat
     found = evaluate_models(config, str(teacher), out=str(tmp_path / "out"), session=Session(tmp_path))
 
     assert len(found.trials) == 1
+
+
+def test_a_word_among_values_is_no_class(teacher: Path, tmp_path: Path, command: Command) -> None:
+    values = [{"text": f"{WORDS[n % 9]} {WORDS[n % 7]}", "label": n / 7} for n in range(40)]
+    values[11]["label"] = "NA"
+    file = write(tmp_path / "values.csv", values)
+    words = ("evaluate", teacher, "--task", file, *SHORT, "--out", tmp_path / "out")
+    said = command.fails(*words, code=1, says="label 'NA' is not a number")
+    assert "record 11 (counted from 0)" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_predictions_name_records_of_the_file_and_texts_of_both_files_are_told(
+    teacher: Path, tmp_path: Path, command: Command
+) -> None:
+    found = rows(40)
+    file = write(tmp_path / "a.jsonl", found)
+    evaluated(command, teacher, "--task", file, *TUNED, "--out", tmp_path / "out")
+    (folder,) = (tmp_path / "out" / "a.jsonl").iterdir()
+    lines = [line.split("\t") for line in (folder / "predictions" / "dev.tsv").read_text().splitlines()[1:]]
+    scored = {found[int(index)]["text"] for index, _ in lines}
+    assert len(lines) == sum(row["text"] in scored for row in found)
+    assert sum(found[int(index)]["label"] == word for index, word in lines) > 0.9 * len(lines)
+
+    dev = write(tmp_path / "dev.jsonl", found[:10])
+    words = ("evaluate", teacher, "--task", file, "--dev", dev, *SHORT, "--out", tmp_path / "other")
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert "a.jsonl: 10 of the 10 texts that are scored are also trained on" in err

@@ -165,7 +165,7 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     file.write_text(json.dumps({"question": "ba", "answer": "be"}) + '\n{"question": "b\n')
     command.fails(*words, file, code=1, says="line 2: Invalid control character")
     file.write_text("")
-    command.fails(*words, file, code=1, says="there is no query")
+    command.fails(*words, file, code=1, says="no query has a right document")
     command.fails(*words, tmp_path / "nothing", code=1, says="does not exist")
     command.fails("embeddings", models[0], code=2, says="give --data (STS-B), --retrieval")
     command.fails(*words, file, "--mteb", "STS12", code=2, says="go with --data")

@@ -271,7 +271,7 @@ def test_what_does_not_go_with_scores_is_one_line(world: World, command: Command
         ({"right": None}, "query,right+wrong", "no document in column 'right'"),
         ({"query": " "}, "query,right+wrong", "lacks one of its two texts"),
         ({"query": None}, "query,right+wrong", "holds nothing in column 'query'"),
-        ({"wrong": [3]}, "query,right+wrong", "holds a int in column 'wrong'"),
+        ({"wrong": [3]}, "query,right+wrong", "holds a number in column 'wrong'"),
         ({}, "query,right+more", "no column 'more'"),
     ):
         bad.write_text(json.dumps(group) + "\n" + json.dumps({**group, **changes}) + "\n")

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler
 from tests.conftest import Command
-from tests.support import SPECIAL, WORDS, World, save_teacher, write_corpus
+from tests.support import SPECIAL, WORDS, World, save_teacher, write_corpus, write_groups
 
 FEW = WORDS[:12]
 
@@ -128,3 +128,19 @@ def test_objectives_in_the_teachers_pieces_are_refused(world: World) -> None:
     world.dump(**{"for": "mlm-kd"})
     with pytest.raises(InvalidConfigError, match=r"--vocab: objective mlm-kd .* trim the student"):
         world.train("x", objective="mlm-kd", vocab="cache", init="random")
+
+
+def test_pieces_of_pairs_are_refused_before_the_first_training(tmp_path: Path, command: Command) -> None:
+    teacher, pairs = save_teacher(tmp_path / "teacher"), write_groups(tmp_path / "pairs.jsonl")
+    code, _, err = command(
+        *("dump", "--teacher", teacher, "--corpus", pairs, "--pair-columns", "query,right+wrong"),
+        *("--pooled", "--pooling", "mean", "--max-length", "32", "--out", tmp_path / "cache"),
+    )
+    assert code == 0, err
+    command.fails(
+        *("train", tmp_path / "cache", "--first", "minilm", "--objective", "embedding", "--vocab", "cache"),
+        *("--arch", "1x16", "--steps", "2", "--out", tmp_path / "run"),
+        code=2,
+        says="--vocab: the sequences of this cache are pairs of texts",
+    )
+    assert not list(tmp_path.glob("run*"))

@@ -207,6 +207,9 @@ def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Co
         "chain", "--out", tmp_path / "stage", *SHORT, "--teacher", scorer, *task, code=2, says="is about"
     )
     answers = save_teacher(tmp_path / "answers", head="sequences", num_labels=2)
+    shape = ("chain", "--out", tmp_path / "stage", *SHORT, "--teacher", answers, *task)
+    command.fails(*shape, "--arch", "1x31", code=2, says="hidden size 31")
+    command.fails(*shape, "--max-length", 512, code=2, says="--max-length 512 is more than")
     mined = ("chain", "--out", tmp_path / "stage", *SHORT, "--teacher", answers, *task, "--mine", plain)
     command.fails(*mined, code=2, says="the texts of this task are no pairs")
     of_pairs = (*mined, "--task", "mrpc")
