@@ -267,8 +267,8 @@ def in_words(value: "Measured | None") -> str:
 
 def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -> None:
     print_table(
-        f"Retrieval in {config.retrieval}, texts cut at {config.max_length} tokens: means over queries times "
-        f"100, with 95 % intervals; teacher: {found[0].model}",
+        f"Retrieval in {config.retrieval}, texts cut at {config.max_length} tokens, or earlier by a model "
+        f"itself: means over queries times 100, with 95 % intervals; teacher: {found[0].model}",
         ["model", "nDCG@10", "MRR@10", "Recall@100", "nDCG@10 in the teacher's index"],
         [
             [

@@ -73,8 +73,10 @@ def info(
 
 def _show_run(path: Path, *, json: bool) -> None:
     from minilm_cache.train.record import last_logged_step, load_record  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.train.students import refuse_other_weights  # noqa: PLC0415 - it takes seconds
 
     record = load_record(path)
+    refuse_other_weights(path, record)
     if json:
         print_json({"run": str(path), "record": record.model_dump(mode="json")})
         return

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.filesize import decimal
@@ -13,7 +13,9 @@ from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unser
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
+from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.outline import Outline
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.train.config import TrainConfig
@@ -23,6 +25,9 @@ from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_on
 if TYPE_CHECKING:
     from minilm_cache.report.front import Candidate
     from minilm_cache.workflows.search import SearchResult
+
+_RESERVED: Final = 2
+"""Positions that some families keep for themselves."""
 
 
 @options(
@@ -89,6 +94,9 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
         [_row(each, result) for each in record.candidates],
     )
     form = {"torch": "--onnx"}.get(config.runtime, f"--{config.runtime.replace('-', ' --')}")
+    positions = Outline.of(str(result.student)).positions
+    if positions is not None and positions < ExportModelConfig.model_fields["max_length"].default:
+        form += f" --max-length {positions - _RESERVED}"
     print_pairs(
         {
             "best": f"{result.winner.name}, {result.latency_ms:.2f} ms when measured anew",

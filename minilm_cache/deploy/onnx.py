@@ -44,7 +44,7 @@ class Traced(nn.Module):
         self.output = STATES
         if isinstance(model, SentenceEncoder):
             self.output = POOLED
-        elif is_classifier(model.config):
+        elif is_classifier(model.config) and model.base_model is not model:  # with its head
             has_sides = (getattr(model.config, "type_vocab_size", 0) or 0) > 1
             self.inputs, self.output = (IDS, MASK, SEGMENTS) if has_sides else self.inputs, LOGITS
 

@@ -351,6 +351,7 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
 
 
 _TURNS: Final = 5
+_REPEATS: Final = 5
 _BATCH_SIZE: Final = 8
 _MAX_PARAMETERS: Final = 2**32
 """Greatest number of weights of a model that is timed: a stranger's configuration must not fill memory."""
@@ -469,7 +470,7 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
         for name, timed in models.items()
     }
     passes = {name: partial(model, input_ids=ids[name]) for name, model in built.items()}
-    seconds = seconds_in_turns(passes, device, _TURNS)
+    seconds = seconds_in_turns(passes, device, _TURNS, repeats=_REPEATS)
     return {name: _BATCH_SIZE * models[name].length / taken for name, taken in seconds.items()}
 
 

@@ -127,6 +127,10 @@ def export_model(
             f"--corpus has {len(texts)} texts, and at least {_FEWEST} are needed to fit and to judge an "
             "export. Give another --corpus."
         )
+    if answers and not any(len(each) > 1 for each in texts):
+        session.progress.note(
+            "judged by single texts: for a model that reads pairs, give a --corpus and --pair-columns"
+        )
     if not answers:
         texts = [(each[number % len(each)],) for number, each in enumerate(texts)]
     fitted, judged = [], texts[-config.texts :]
@@ -158,6 +162,10 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
             )
     if is_url(place) or (Path(place) / MANIFEST).is_file() or config.corpus is None:
         cache = open_cache(place, home=session.home)
+        of_files = {"text_column", "documents", "pair_columns"} & config.model_fields_set
+        if of_files:
+            option = f"--{min(of_files).replace('_', '-')}"
+            raise InvalidConfigError(f"{option}: {place} is a cache, whose texts are read. Leave it out.")
         if expected not in ("", cache.manifest.fingerprint):
             raise IdentityMismatchError(
                 f"{place} is not the cache that {model.name} was trained from. Give texts by --corpus: that "

@@ -6,6 +6,7 @@ steps, and the last one is the student (successive halving, Jamieson and Talwalk
 Each round is an ordinary run, so that a search goes on where it was stopped.
 """
 
+import json
 import math
 import os
 import tempfile
@@ -61,6 +62,7 @@ _SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 _USUAL_RATIO: Final = 4
 """Size of the feed-forward network, in multiples of the width, of a shape that does not name it."""
 _FLOAT32_BYTES: Final = 4
+_HEADER_UNIT: Final = 8
 _TURNS: Final = 3
 _REPEATS: Final = 7
 _TEACHER: Final = "teacher"
@@ -388,7 +390,7 @@ class _Space:
                 is_timed = shape.arch in passes
                 with torch.device("meta" if is_timed and form is None else "cpu"):
                     model = build_model(shape.config, "sdpa").eval()
-                num_bytes[each] = _FLOAT32_BYTES * sum(weight.numel() for weight in model.parameters())
+                num_bytes[each] = _file_bytes(model)
                 if not is_timed:
                     check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
                     passes[shape.arch] = partial(_run, model, values)
@@ -436,6 +438,18 @@ def _vocabularies(
             known.add(kept)
             found[vocab] = chosen
     return found
+
+
+def _file_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights as a file of safetensors, with its header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    num_bytes = 0
+    for name, weight in model.state_dict().items():
+        end = num_bytes + _FLOAT32_BYTES * weight.numel()
+        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [num_bytes, end]}
+        num_bytes = end
+    length = len(json.dumps(header, separators=(",", ":")))
+    return _HEADER_UNIT + -(-length // _HEADER_UNIT) * _HEADER_UNIT + num_bytes
 
 
 def _run(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> object:

@@ -84,6 +84,14 @@ def test_onnx_files_answer_as_transformers_does(
     assert np.abs(states - expected.last_hidden_state.numpy())[mask.bool().numpy()].max() < 1e-4
 
 
+def test_a_cross_encoder_is_exported_without_its_head(tmp_path: Path, command: Command) -> None:
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    one = ("--batch-size", 1, "--length", 8, "--turns", 1, "--device", "cpu", "--onnx", tmp_path / "onnx")
+    (found,) = _json(command, "speed", scorer, *one)
+    assert [run["runtime"] for run in found["passes"]] == ["torch", "onnx"]
+    assert found["onnx_difference"] < 1e-4
+
+
 def test_misuse_of_speed(models: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
     command.fails(
         "speed", *models, "--length", 128, code=2, says="--length 128 is more than teacher has positions for"

@@ -152,6 +152,22 @@ def test_cross_encoders_keep_their_scores(
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     words = (*form, "--pair-columns", "a,b", "--min-cosine", 0.8)
+    code, _, err = command(
+        "export-model",
+        scorer,
+        "--out",
+        tmp_path / "single",
+        *form,
+        *FEW,
+        "--corpus",
+        pairs,
+        "--text-column",
+        "a",
+        "--min-cosine",
+        0,
+    )
+    assert code == 0, err
+    assert "judged by single texts" in err
     result = export(command, scorer, out, *words, corpus=pairs)
     assert result["least_cosine"] is None
     texts = [(row["a"], row["b"]) for row in rows[16:32]]
@@ -210,6 +226,8 @@ def test_a_student_is_fitted_to_its_own_cache(world: World, tmp_path: Path, comm
     student = run.student_path("2x32")
     result = export(command, student, tmp_path / "out", "--openvino", "--int8", "--min-cosine", 0.8)
     assert (result["fitted_to"], result["judged_by"]) == (16, 16)
+    unused = ("--onnx", "--corpus", cache.path, "--documents", "lines", "--out", tmp_path / "unused", *FEW)
+    command.fails("export-model", student, *unused, code=2, says="--documents: ")
     code, printed, _ = command("export-model", tmp_path / "run", "--onnx", "--out", tmp_path / "other", *FEW)
     assert code == 0
     assert "minilm-cache speed" in printed
