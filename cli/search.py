@@ -20,7 +20,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape
+from minilm_cache.workflows.config import SearchConfig, about_widths, numbers_of, refuse_of_one_shape
 
 if TYPE_CHECKING:
     from minilm_cache.report.front import Candidate
@@ -67,7 +67,8 @@ def search(
     if runtime != "torch":
         refuse_no_extra(runtime, for_what=f"--runtime {config.runtime}")
     if cache is not None:
-        refuse_unserved(probe, cache, has_shapes=bool(arch))
+        with about_widths():
+            refuse_unserved(probe, cache, has_shapes=bool(arch))
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -140,7 +140,8 @@ def _encoded(
         )
     if is_classifier(read_config(models[0].folder)) and not models[0].pools:
         raise InvalidConfigError(
-            f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors."
+            f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors. "
+            "Name a sentence encoder, such as mini."
         )
     session.progress.start("embed", len(data.queries) + len(data.documents), "texts")
     return vectors_of(models[0], data, config, session=session)

@@ -1,6 +1,7 @@
 """Settings of workflows that run several dumps and trainings."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -278,6 +279,15 @@ def vocabularies_of(config: SearchConfig) -> list[str | None]:
             f"{ALL_PIECES}, with commas between them."
         )
     return [None if part == ALL_PIECES else str(part) for part in numbers]
+
+
+@contextmanager
+def about_widths() -> Iterator[None]:
+    """Name the option of a search in errors of the shapes that it consists of."""
+    try:
+        yield
+    except InvalidConfigError as error:
+        raise InvalidConfigError(str(error).replace("--arch", "--widths: shape", 1)) from error
 
 
 def refuse_of_one_shape(config: TrainConfig) -> None:

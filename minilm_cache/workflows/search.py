@@ -53,7 +53,13 @@ from minilm_cache.train.run import TrainResult, refuse_other_texts, train_studen
 from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.wording import counted
-from minilm_cache.workflows.config import SearchConfig, numbers_of, refuse_of_one_shape, vocabularies_of
+from minilm_cache.workflows.config import (
+    SearchConfig,
+    about_widths,
+    numbers_of,
+    refuse_of_one_shape,
+    vocabularies_of,
+)
 
 REPORT_FILE: Final = "report.html"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
@@ -311,7 +317,8 @@ class _Space:
                 continue
             arch = f"{num_layers}x{size}" + ("" if ratio == _USUAL_RATIO else f":ff{ratio * size}")
             arch += "" if table is None else f":e{table}"
-            shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
+            with about_widths():
+                shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
             configs[arch] = student_config(shape, document, manifest)
         shapes = {}
         vocabularies = _vocabularies(config, probe, cache)

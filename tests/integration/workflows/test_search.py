@@ -290,7 +290,7 @@ def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> No
     command.fails(*begin, *few, code=2, says="--steps: 2 are too few for")
     command.fails(*begin, "--max-bytes", 10, code=2, says="no shape is within the budget")
     command.fails(*begin, "--speedup", 1, "--layers", "two", code=2, says="--layers two")
-    command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
+    command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="--widths: shape 1x33")
     command.fails(*begin, "--speedup", 1, "--embedding-widths", "x", code=2, says="--embedding-widths x")
     command.fails(*begin, "--speedup", 1, "--embedding-widths", 32, code=2, says="none is below")
     command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="is one model, and a search")
