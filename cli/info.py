@@ -13,6 +13,7 @@ from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
 from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, validated
@@ -75,10 +76,13 @@ def _show_run(path: Path, *, json: bool) -> None:
     from minilm_cache.train.record import last_logged_step, load_record  # noqa: PLC0415 - it takes seconds
     from minilm_cache.train.students import refuse_other_weights  # noqa: PLC0415 - it takes seconds
 
-    record = load_record(path)
-    refuse_other_weights(path, record)
+    record, caution = load_record(path), {}
+    try:
+        refuse_other_weights(path, record)
+    except IdentityMismatchError as error:
+        caution = {"caution": str(error)}
     if json:
-        print_json({"run": str(path), "record": record.model_dump(mode="json")})
+        print_json({"run": str(path), "record": record.model_dump(mode="json"), **caution})
         return
     identity = record.identity
     pairs: dict[str, object] = {
@@ -96,7 +100,7 @@ def _show_run(path: Path, *, json: bool) -> None:
     }
     if record.vocabulary is not None:
         pairs["vocabulary"] = record.vocabulary.in_words
-    print_pairs(pairs | begun)
+    print_pairs(pairs | begun | caution)
     if record.complete:
         students_table(record.students, identity)
 

@@ -208,6 +208,19 @@ def refuse_other_content(file: Path) -> None:
         )
 
 
+def kind_of(value: object) -> str:
+    """Return what a JSON value is, in words."""
+    kinds: Mapping[type, str] = {
+        bool: "true or false",
+        list: "a list",
+        dict: "an object",
+        str: "a text",
+        bytes: "bytes",
+    }
+    number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return kinds.get(type(value), "nothing" if value is None else number)
+
+
 def joined_columns(column: str, known: Sequence[str]) -> list[str] | None:
     """Return the columns that a name like `title+body` joins. None means that it is one column."""
     return None if column in known or "+" not in column else [part.strip() for part in column.split("+")]
@@ -223,7 +236,7 @@ def joined_text(values: Mapping[str, object], where: str) -> str:
     other = next((name for name, value in texts.items() if not isinstance(value, str)), None)
     if other is not None:
         raise CorpusError(
-            f"corpus {where}: column {other!r} holds a {type(texts[other]).__name__}, not text. Name "
+            f"corpus {where}: column {other!r} holds {kind_of(texts[other])}, not text. Name "
             "others with --text-column, or store it as text."
         )
     if not texts:

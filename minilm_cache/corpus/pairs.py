@@ -12,15 +12,15 @@ import datasets
 import xxhash
 
 from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
-from minilm_cache.corpus.formats import TEXT, judged_files
+from minilm_cache.corpus.formats import TEXT, judged_files, kind_of
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
     Record,
     as_key,
     dataset_rows,
-    kind_of,
     plain_text,
     read_rows,
+    whole_text,
 )
 from minilm_cache.errors import CorpusError, InvalidConfigError
 
@@ -248,7 +248,7 @@ def _text(value: object, column: str, where: str) -> str:
             f"corpus: {where} holds {kind} in column {column!r}, not text. Name another with --pair-columns, "
             "or store it as text."
         )
-    return plain_text(value, where)
+    return plain_text(whole_text(value, f"corpus: {where}"), where)
 
 
 def _documents(value: object, column: str, where: str) -> list[str]:
@@ -276,11 +276,12 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
             score = float(str(each)) if is_number else float("nan")
         except ValueError:
             score = float("nan")
+        if each is None:
+            raise CorpusError(f"corpus: {where} has no score in column {column!r}. Give it one or remove it.")
         if not abs(score) < _MOST_SCORE:
             raise CorpusError(
-                f"corpus: {where} has {'no score' if each is None else f'the score {str(each)[:40]!r}'} in "
-                f"column {column!r}, which is not a number that a score can be. Correct it or remove the "
-                "record."
+                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is not a "
+                "number that a score can be. Correct it or remove the record."
             )
         scores.append(score)
     return scores

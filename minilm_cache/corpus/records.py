@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -24,9 +24,11 @@ from minilm_cache.corpus.formats import (
     Documents,
     joined_columns,
     joined_text,
+    kind_of,
     refuse_other_content,
     separated_otherwise,
 )
+from minilm_cache.corpus.json_lines import MAX_LINE, SHOWN_COLUMNS, json_names, json_objects
 from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
@@ -34,10 +36,7 @@ COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
 COPIES_OF: Final = "copies of"
 """Column of loaded documents with the values of column `COPIES_COLUMN`."""
-_MAX_LINE: Final = 2**28
-"""Most characters of a line of records: each is held in memory as a whole."""
 _ROWS: Final = 1024
-_SHOWN_COLUMNS: Final = 20
 _MOST_NULS: Final = 0.05
 """Greatest share of NULs in a text."""
 
@@ -113,15 +112,14 @@ def read_records(
         if role_column is not None and columns:
             known = columns
             if file.suffix == ".jsonl":  # the first record may leave out what it has nothing to say of
-                has_roles = any(role_column in row for _, row in _objects(file))
-                known = [role_column] if has_roles else _json_names(file)
+                has_roles = any(role_column in row for _, row in json_objects(file))
+                known = [role_column] if has_roles else json_names(file)
             refuse_role_column(file, role_column, known)
-        first = islice(_objects(file), _ROWS) if file.suffix == ".jsonl" else ()
+        first = islice(json_objects(file), _ROWS) if file.suffix == ".jsonl" else ()
         says_copies = any(COPIES_COLUMN in row for _, row in first)
-    for record in _of_columns(
-        file, _asked(text_column, columns), partial(read_rows, file), known=columns, role_column=role_column
-    ):
-        yield replace(record, says_copies=record.says_copies or says_copies)
+    read = partial(read_rows, file, by_number=False)
+    asked = _asked(text_column, columns)
+    yield from _of_columns(file, asked, read, known=columns, role_column=role_column, says_copies=says_copies)
 
 
 def dataset_records(
@@ -141,7 +139,7 @@ def dataset_records(
     known = loaded.column_names
     if role_column is not None:
         refuse_role_column(name, role_column, known)
-    read = partial(dataset_rows, loaded, name)
+    read = partial(dataset_rows, loaded, name, named=role_column)
     yield from _of_columns(name, _asked(text_column, known), read, known=known, role_column=role_column)
 
 
@@ -152,6 +150,7 @@ def _of_columns(
     *,
     known: Sequence[str],
     role_column: str | None,
+    says_copies: bool = False,
 ) -> Iterator[Record]:
     """Yield the records of columns of text, one column after the other; some are joined out of several."""
     for column in columns:
@@ -164,7 +163,8 @@ def _of_columns(
                 text = joined_text({part: row[part] for part in parts}, f"{name}: {where}")
             role = None if role_column is None else as_key(row[role_column])
             copy = as_key(row.get(COPIES_COLUMN))
-            yield Record(plain_text(_whole(text, name, where), name), copy, COPIES_COLUMN in row, role)
+            says = says_copies or COPIES_COLUMN in row
+            yield Record(plain_text(whole_text(text, f"corpus {name}: {where}"), name), copy, says, role)
 
 
 def _text(name: object, column: str, value: object, *, number: int, where: str) -> str:
@@ -180,7 +180,7 @@ def _text(name: object, column: str, value: object, *, number: int, where: str) 
 
 
 def read_rows(
-    file: Path, columns: Sequence[str], option: str = "--text-column"
+    file: Path, columns: Sequence[str], option: str = "--text-column", *, by_number: bool = True
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record of a file is, in words, and its values of some columns, of any type.
 
@@ -192,14 +192,19 @@ def read_rows(
         file: a .jsonl, .csv, .tsv or .parquet file.
         columns: names of the columns.
         option: what names the columns, for messages.
+        by_number: whether columns of .csv and .tsv may be named by number.
 
     Raises:
         CorpusError: the file is empty or broken, or lacks a column.
     """
     refuse_other_content(file)
-    reader = {".jsonl": _json_rows, ".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_rows}
     with _about(option), _text_errors(file):
-        yield from reader[file.suffix](file, columns)
+        if file.suffix == ".jsonl":
+            yield from _json_rows(file, columns)
+        elif file.suffix == ".parquet":
+            yield from _parquet_rows(file, columns)
+        else:
+            yield from _csv_columns(file, columns, by_number=by_number)
 
 
 @contextmanager
@@ -220,7 +225,7 @@ def columns_of(file: Path) -> list[str]:
     refuse_other_content(file)
     with _text_errors(file):
         if file.suffix == ".jsonl":
-            return list(next(_objects(file), (0, {}))[1])
+            return list(next(json_objects(file), (0, {}))[1])
         if file.suffix == ".parquet":
             with file.open("rb") as opened:
                 refuse_bomb(opened, ())
@@ -230,22 +235,25 @@ def columns_of(file: Path) -> list[str]:
 
 
 def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    known: Sequence[str] = ()
-    for number, (where, row) in enumerate(_objects(file, *columns)):
+    known: set[str] = set()
+    for number, (where, row) in enumerate(json_objects(file, *columns)):
         for column in columns:
-            if column not in row:
-                known = known or _json_names(file)
-                if column not in known:
-                    _refuse_no_text(file, column, number=number, names=known)
+            if column not in row and column not in known:
+                if not any(column in other for _, other in json_objects(file)):
+                    _refuse_no_text(file, column, number=number, names=json_names(file))
+                known.add(column)
         copies = {COPIES_COLUMN: row[COPIES_COLUMN]} if COPIES_COLUMN in row else {}
         yield where, {**{name: row.get(name) for name in columns}, **copies}
 
 
-def _csv_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _csv_columns(
+    file: Path, columns: Sequence[str], *, by_number: bool
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
         header = next(rows, [])
-        if header and all(name.isdecimal() for name in columns) and not set(columns) <= set(header):
+        are_numbers = by_number and all(name.isdecimal() for name in columns)
+        if header and are_numbers and not set(columns) <= set(header):
             rows = chain([header], rows)
             header = [str(number) for number in range(len(header))]
         names = _present(file, header, columns)
@@ -266,22 +274,42 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
 
 
 def dataset_rows(
-    loaded: datasets.Dataset, name: str, columns: Sequence[str], *, option: str = "--text-column"
+    loaded: datasets.Dataset,
+    name: str,
+    columns: Sequence[str],
+    *,
+    option: str = "--text-column",
+    named: str | None = None,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record of a data set is, in words, and its values of some columns (`read_rows`).
+
+    Args:
+        loaded: the data set.
+        name: its name, for messages.
+        columns: names of the columns.
+        option: what names the columns, for messages.
+        named: column whose classes are given by their names; the number -1 stands for none. None means that
+            no column has classes.
 
     Raises:
         CorpusError: it lacks a column.
     """
     with _about(option):
         names = _of_schema(name, loaded.features.arrow_schema, columns)
+        if COPIES_COLUMN not in columns and not isinstance(
+            loaded.features.get(COPIES_COLUMN), datasets.Value
+        ):
+            names = [each for each in names if each != COPIES_COLUMN]  # lists, objects and classes mark none
         arrow = loaded.select_columns(names).with_format("arrow")
-        classes = {each: loaded.features[each] for each in names}
-        classes = {each: kind for each, kind in classes.items() if isinstance(kind, datasets.ClassLabel)}
+        kind = loaded.features[named] if named is not None else None
         batches = (arrow[first : first + _ROWS] for first in range(0, len(loaded), _ROWS))
         for where, row in _arrow_rows(name, names, batches):
-            named = {each: kind.int2str(row[each]) for each, kind in classes.items() if row[each] is not None}
-            yield where, {**row, **named}
+            if named is not None and isinstance(kind, datasets.ClassLabel):
+                number = row[named]
+                word = kind.int2str(number) if number is not None and number >= 0 else None
+                yield where, {**row, named: word}
+            else:
+                yield where, row
 
 
 def _of_schema(name: object, schema: pa.Schema, columns: Sequence[str]) -> list[str]:
@@ -331,7 +359,7 @@ def refuse_role_column(where: object, column: str, known: Sequence[str]) -> None
     if column not in known:
         raise CorpusError(
             f"corpus {where} has no column {column!r}, which names the prompt of each text; it has "
-            f"{', '.join(known[:_SHOWN_COLUMNS])}. Name another with --role-column, or give text with it."
+            f"{', '.join(known[:SHOWN_COLUMNS])}. Name another with --role-column, or give text with it."
         )
 
 
@@ -391,92 +419,9 @@ def _paragraphs(opened: IO[str]) -> Iterator[str]:
         yield "".join(pieces)
 
 
-def _json_names(file: Path) -> list[str]:
-    """Return the names of the columns of all records, some at most."""
-    names: dict[str, None] = {}
-    for _, row in _objects(file):
-        names |= dict.fromkeys(row)
-        if len(names) >= _SHOWN_COLUMNS:
-            break
-    return list(names)
-
-
-def _objects(file: Path, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each record of a .jsonl file is, in words, and the record.
-
-    A file that is one array of objects is read, too. Of these columns, no record may have two values.
-    """
-    with file.open(encoding="utf-8-sig") as opened:
-        for number, line in enumerate(iter(lambda: opened.readline(_MAX_LINE), ""), 1):
-            if len(line) >= _MAX_LINE:
-                raise CorpusError(
-                    f"corpus {file}: line {number} has more than {_MAX_LINE >> 20} million characters. "
-                    "Write one record a line."
-                )
-            if not line.strip():
-                continue
-            if number == 1 and line.lstrip().startswith("["):
-                yield from _array(file, line + opened.read(_MAX_LINE), columns)
-                return
-            where = f"line {number}"
-            doubtful = [name for name in columns if line.count(f'"{name}"') > 1 or "\\u" in line]
-            row = _value(file, line, where=where, columns=doubtful)
-            if not isinstance(row, dict):
-                raise CorpusError(
-                    f"corpus {file}: {where} holds {kind_of(row)}, where a record with a text should be. "
-                    "Write one object a line."
-                )
-            _refuse_two_values(file, row, doubtful, where=where)
-            yield where, row
-
-
-def _array(file: Path, content: str, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if len(content) >= _MAX_LINE:
-        raise CorpusError(f"corpus {file} is one long JSON array. Write one object a line.")
-    rows = _value(file, content, where="the array", columns=columns)
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise CorpusError(
-                f"corpus {file}: element {number} of its array (counted from 0) holds {kind_of(row)}, where "
-                'a record like {"text": "..."} should be. Write one object a line.'
-            )
-        _refuse_two_values(file, row, columns, where=f"element {number}")
-        yield f"element {number}", row
-
-
-def _value(file: Path, text: str, *, where: str, columns: Sequence[str]) -> Any:  # noqa: ANN401 - of JSON
-    """Return a value of JSON; with columns, its objects say what stands in them twice, which takes longer."""
-    try:
-        return json.loads(text, object_pairs_hook=_Record if columns else None)
-    except RecursionError as error:
-        raise CorpusError(
-            f"cannot read corpus {file}: {where} is nested too deep. Fix it or remove it."
-        ) from error
-    except ValueError as error:
-        raise CorpusError(
-            f"cannot read corpus {file}: {where} is not JSON: {first_line(error)}. Fix it or remove it."
-        ) from error
-
-
-class _Record(dict[str, Any]):
-    """An object of JSON, and the names that stand in it twice."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.doubled = {name for name in self if names.count(name) > 1} if len(self) < len(names) else set()
-
-
-def _refuse_two_values(file: Path, row: Mapping[str, Any], columns: Sequence[str], *, where: str) -> None:
-    """Raise CorpusError if a record has a column twice: only one of the two values could be read."""
-    doubled = next((name for name in columns if isinstance(row, _Record) and name in row.doubled), None)
-    if doubled is not None:
-        raise CorpusError(f"corpus {file}: {where} has column {doubled!r} twice. Keep one of the two.")
-
-
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
     """Yield the header of a .csv or .tsv file, without spaces around names, and its rows, as long ones."""
-    csv.field_size_limit(min(sys.maxsize, _MAX_LINE))
+    csv.field_size_limit(min(sys.maxsize, MAX_LINE))
     reader = csv.reader(opened, strict=True)
     if file.suffix == ".tsv":  # as GLUE's files have it: quotes are part of a text
         reader = csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -535,14 +480,21 @@ def as_key(value: object) -> str | None:
         return json.dumps(value, sort_keys=True, default=str)
 
 
-def _whole(text: str, name: object, where: str) -> str:
-    """Return a text, which may hold no half of a character that JSON wrote in two."""
+def whole_text(text: str, where: str) -> str:
+    """Return a text, which may hold no half of a character that JSON wrote in two.
+
+    Args:
+        text: the text.
+        where: corpus and record, for the message.
+
+    Raises:
+        CorpusError: it holds one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise CorpusError(
-            f"cannot read corpus {name}: {where} has half of a character (a lone surrogate). Fix it or "
-            f"remove it."
+            f"cannot read {where} has half of a character (a lone surrogate). Fix it or remove it."
         ) from error
     return text
 
@@ -568,15 +520,8 @@ def _refuse_no_text(corpus: object, column: str, *, number: int, names: Sequence
             f"corpus {corpus}: record {number} (counted from 0) has no text. "
             "Give it one, remove it, or name another column: --text-column."
         )
-    more = "" if len(names) < _SHOWN_COLUMNS else ", ..."
+    more = "" if len(names) < SHOWN_COLUMNS else ", ..."
     raise CorpusError(
-        f"corpus {corpus} has no column {column!r}; it has {', '.join(names[:_SHOWN_COLUMNS])}{more}. "
+        f"corpus {corpus} has no column {column!r}; it has {', '.join(names[:SHOWN_COLUMNS])}{more}. "
         f"{separated_otherwise(names) or 'Name the right one: --text-column.'}"
     )
-
-
-def kind_of(value: object) -> str:
-    """Return what a JSON value is, in words."""
-    kinds: Mapping[type, str] = {bool: "true or false", list: "a list", dict: "an object", str: "a text"}
-    number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-    return kinds.get(type(value), "nothing" if value is None else number)

@@ -39,8 +39,10 @@ _COMPARED: Final = 2**24
 """Scores that are computed for a comparison, so that a GPU computes for longer than it takes to launch."""
 _LONGEST: Final = 512
 """Greatest number of tokens of a sequence in a comparison."""
-_TIMED: Final = 3
-"""Passes, forward and backward, that are timed together."""
+_MOST_TOKENS: Final = 2**16
+"""Greatest number of tokens in a comparison."""
+_TIMED: Final = 4
+"""Passes of each form, forward and backward, that are timed, in turns."""
 _TINY: Final = 1e-30
 
 
@@ -67,12 +69,6 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
 
 
-def may_have_kernels(rows: VectorRows) -> bool:
-    """Return whether kernels read a teacher's vectors: heads of up to 128 numbers, without a bias."""
-    is_biased = rows.kind is RelationKind.ATTENTION and rows.vectors.bias is not None
-    return not is_biased and rows.vectors.query.shape[-1] <= MOST_SIZE
-
-
 def _nobody(_: str) -> None:
     """Say nothing."""
 
@@ -94,6 +90,19 @@ class Kernels:
             say: shows one line to the user.
         """
         self.are_used, self._say, self._tried = are_used, say, {}
+
+    def read_vectors(self, rows: VectorRows, device: torch.device) -> bool:
+        """Return whether a batch may leave vectors as they are, since kernels read them.
+
+        Args:
+            rows: rows of a teacher.
+            device: device that the batch is on.
+        """
+        is_biased = rows.kind is RelationKind.ATTENTION and rows.vectors.bias is not None
+        if is_biased or rows.vectors.query.shape[-1] > MOST_SIZE:
+            return False
+        tried = [used for form, used in self._tried.items() if VectorRows in form]
+        return self.are_used and has_kernels(device) and (any(tried) or not tried)
 
     def serve(
         self,
@@ -125,7 +134,8 @@ class Kernels:
 
             if not fused.serves(vectors, kind, rows):
                 return False
-            form = fused.form_of(vectors, kind, rows)
+            length = vectors.query.shape[2]
+            form = (*fused.form_of(vectors, kind, rows), otherwise, length.bit_length())
             if form not in self._tried:
                 self._tried[form] = False  # where memory is too short to compare, it stays so
                 some = _some(vectors, targets, lengths)
@@ -146,7 +156,8 @@ def _some(vectors: Vectors, targets: Targets, lengths: Tensor) -> tuple[Vectors,
     """Return the beginning of some sequences of a batch, which is repeated if it is small."""
     batch, heads, length, _ = vectors.query.shape
     longest = min(length, _LONGEST)
-    numbers = torch.arange(max(1, _COMPARED // (heads * longest**2)), device=lengths.device) % batch
+    most = min(_COMPARED // (heads * longest**2), _MOST_TOKENS // longest)
+    numbers = torch.arange(max(1, most), device=lengths.device) % batch
 
     def cut(part: Tensor) -> Tensor:
         return part.detach()[numbers, :, :longest]
@@ -206,17 +217,15 @@ def _is_faster(
     if lengths.device.type == "cpu":
         return True
 
-    def seconds(method: Method) -> float:
-        began = 0.0
-        for number in range(1 + _TIMED):
-            if number == 1:
-                torch.cuda.synchronize(lengths.device)
-                began = time.perf_counter()
+    seconds: dict[Method, float] = {"fused": 0.0, otherwise: 0.0}
+    for turn in range(1 + _TIMED):
+        for method in seconds:
+            torch.cuda.synchronize(lengths.device)
+            began = time.perf_counter()
             _with_gradients(vectors, kind, targets=targets, lengths=lengths, loss=loss, method=method)
-        torch.cuda.synchronize(lengths.device)
-        return time.perf_counter() - began
-
-    return seconds("fused") < seconds(otherwise)
+            torch.cuda.synchronize(lengths.device)
+            seconds[method] += (time.perf_counter() - began) * (turn > 0)  # the first turn warms up
+    return seconds["fused"] < seconds[otherwise]
 
 
 def _with_gradients(

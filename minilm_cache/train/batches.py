@@ -32,7 +32,6 @@ from minilm_cache.relations.scores import (
 )
 from minilm_cache.relations.signals import MaskedSequences, Signals
 from minilm_cache.relations.transfer import pin, send
-from minilm_cache.relations.trust import has_kernels, may_have_kernels
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
@@ -376,7 +375,7 @@ class BatchReader:
         if choose_method(batch, self._num_heads, length, device=self._device) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):
-            if KERNELS.are_used and has_kernels(self._device) and may_have_kernels(rows):
+            if KERNELS.read_vectors(rows, self._device):
                 return Targets(rows, None)
             return Targets(*densify(rows, lengths))  # once for all students
         # Biased rows do not estimate the teacher's: they are the target, and so their own entropy is used.

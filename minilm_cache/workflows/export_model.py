@@ -127,7 +127,7 @@ def export_model(
             f"--corpus has {len(texts)} texts, and at least {_FEWEST} are needed to fit and to judge an "
             "export. Give another --corpus."
         )
-    if answers and not any(len(each) > 1 for each in texts):
+    if export.source.config.num_labels == 1 and answers and not any(len(each) > 1 for each in texts):
         session.progress.note(
             "judged by single texts: for a model that reads pairs, give a --corpus and --pair-columns"
         )

@@ -451,7 +451,7 @@ def _file_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of a model's weights as a file of safetensors, with its header."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     num_bytes = 0
-    for name, weight in model.state_dict().items():
+    for name, weight in sorted(model.state_dict().items()):  # as such files have them
         end = num_bytes + _FLOAT32_BYTES * weight.numel()
         header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [num_bytes, end]}
         num_bytes = end

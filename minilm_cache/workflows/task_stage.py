@@ -122,9 +122,12 @@ def run_task_stage(
 def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, begun: str | None) -> None:
     """Raise InvalidConfigError for shapes that the teacher's heads do not divide, or that a run has not."""
     heads = Outline.of(teacher, revision).num_heads
-    for shape in [] if heads is None else [parse_arch(each, heads, compares_heads=False) for each in arch]:
+    if heads is None:  # only transformers can tell, when students are made
+        return
+    for shape in arch:
+        parsed = parse_arch(shape, heads, compares_heads=False)
         if begun is not None:
-            model_folder(Path(begun), shape.arch, "--student")
+            model_folder(Path(begun), parsed.arch, "--student")
 
 
 def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: int) -> TrainConfig:

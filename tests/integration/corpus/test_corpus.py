@@ -1,5 +1,6 @@
 """Every form of corpus gives the texts that were written, as they are now."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 
 from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.records import COPIES_OF, Roles
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.session import Session
@@ -158,5 +160,41 @@ def test_a_record_may_lack_one_of_its_columns_and_not_all(tmp_path: Path) -> Non
     with pytest.raises(CorpusError, match=r"line 2 has no text in title or body"):
         read(file, "title+body")
     file.write_text('{"title": 7, "body": "bi"}\n')
-    with pytest.raises(CorpusError, match="column 'title' holds a int, not text"):
+    with pytest.raises(CorpusError, match="column 'title' holds a number, not text"):
         read(file, "title+body")
+
+
+def test_numbers_name_no_columns_of_single_texts(tmp_path: Path) -> None:
+    """A header would be read as a text: numbers are for pairs."""
+    file = tmp_path / "c.csv"
+    file.write_text("text,label\nba,1\nbe,2\n")
+    for column in ("0", "1", "0,1"):
+        with pytest.raises(CorpusError, match=r"no column '\d'; it has text, label"):
+            read(file, column)
+
+
+def test_data_sets_of_the_hub_are_checked_as_files_are(tmp_path: Path) -> None:
+    features = Features(
+        text=Value("string"), kind=ClassLabel(names=["query", "plain"]), document=ClassLabel(names=["a", "b"])
+    )
+    rows = {"text": ["ba", "be", "\ufeffbi"], "kind": [0, 1, -1], "document": [0, 0, -1]}
+    hub = f"hf:{write_hub(tmp_path / 'hub', {'of': {'train': Dataset.from_dict(rows, features=features)}})}"
+    corpus = load_corpus(hub)
+    assert list(corpus.texts()) == ["ba", "be", "bi"]
+    assert COPIES_OF not in corpus.documents.column_names  # numbers of classes name no document
+    roles = Roles("kind", {"query": "Q: ", "plain": ""})
+    assert list(load_corpus(hub, roles=roles).texts()) == ["Q: ba", "be", "bi"]
+    with pytest.raises(CorpusError, match=r"column 'kind' of record 0 .* holds a number, not text"):
+        load_corpus(hub, "kind")
+    with pytest.raises(CorpusError, match=r"holds a number in column 'kind', not text"):
+        load_corpus(hub, pair_columns="text,kind")
+    full = Dataset.from_dict({"text": ["ba", "\0" * 40]})
+    with pytest.raises(CorpusError, match="full of NUL characters"):
+        load_corpus(f"hf:{write_hub(tmp_path / 'other', {'of': {'train': full}})}")
+
+
+def test_a_role_may_be_the_last_of_many_columns(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    many = {"text": "ba", **{f"c{number}": "" for number in range(25)}}
+    file.write_text(f'{json.dumps(many)}\n{{"text": "be", "role": "query"}}\n')
+    assert list(load_corpus(str(file), roles=Roles("role", {"query": "Q: "})).texts()) == ["ba", "Q: be"]

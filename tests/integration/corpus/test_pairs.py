@@ -16,10 +16,11 @@ from tokenizers import processors
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from minilm_cache.cache import open_cache, refuse_no_pairs
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.order import cut_pair
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
-from minilm_cache.errors import CacheCorruptError, TeacherError
+from minilm_cache.errors import CacheCorruptError, CorpusError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model
@@ -365,3 +366,10 @@ def test_a_file_without_a_header_may_begin_with_a_number_of_a_column(tmp_path: P
     assert [list(row.values()) for row in rows] == [["ba be", "bi bo", "1"], ["da de", "di do", "0"]]
     file.write_text("1\t0\nba\tbe\n")  # a header
     assert [row for _, row in read_rows(file, ("0", "1"))] == [{"0": "be", "1": "ba"}]
+
+
+def test_half_of_a_character_in_a_pair_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"a": "ba", "b": "bi"}\n{"a": "ba", "b": "\\ud800"}\n')
+    with pytest.raises(CorpusError, match=r"line 2 of .* has half of a character"):
+        load_corpus(str(file), pair_columns="a,b")

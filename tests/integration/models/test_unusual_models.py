@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AlbertConfig, AutoModel, FunnelConfig, PreTrainedConfig, XLNetConfig
 
+from minilm_cache.cache import open_cache
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.tap import Tap
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.storage_schema.states import POOLED
 from tests.conftest import Command
 from tests.support import VOCABULARY, save_teacher, tiny_tokenizer, write_corpus, write_groups
 
@@ -75,6 +77,12 @@ def test_pooled_vectors_are_those_of_that_state(tmp_path: Path, command: Command
         *("--packing", "records", "--max-length", "32", "--out", tmp_path / "cache"),
     )
     assert code == 0
+    model = AutoModel.from_pretrained(folder).eval()
+    for sequence in list(open_cache(tmp_path / "cache"))[:5]:
+        with torch.no_grad():
+            last = model(sequence.input_ids[None].long()).last_hidden_state[0]
+        stored = torch.as_tensor(sequence.states()[POOLED]).flatten()
+        assert float(torch.cosine_similarity(stored, last.mean(0), dim=0)) > 0.999
     shown = command.fails(
         *("dump", "--teacher", folder, "--corpus", corpus, "--codec", "none", "--hidden", "1"),
         *("--packing", "records", "--max-length", "32", "--out", tmp_path / "other"),

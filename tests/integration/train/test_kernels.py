@@ -9,7 +9,6 @@ from torch import Tensor
 
 from minilm_cache.relations import trust
 from minilm_cache.session import Session, Silent
-from minilm_cache.train import batches
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from tests.support import World
@@ -56,8 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kinds.append(str(kind))
         return original(vectors, kind, **given)
 
-    for module in (trust, batches):
-        monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    monkeypatch.setattr(trust, "has_kernels", lambda _: True)
     monkeypatch.setattr(trust, "_COMPARED", 2**10)  # the interpreter is slow
     monkeypatch.setattr(fused, "cross_entropy", counted)
     return kinds

@@ -277,9 +277,9 @@ def test_what_has_no_kernels_takes_another_form(tried: Tried) -> None:
     relation_loss(narrow, RelationKind.ATTENTION, targets=Targets(sparse, None), lengths=LENGTHS)
     assert tried.asked == 0
     assert not tried.said
-    assert not trust.may_have_kernels(biased)
-    assert not trust.may_have_kernels(vectors_of(large, large)[1])
-    assert trust.may_have_kernels(rows)
+    assert not tried.kernels.read_vectors(biased, CPU)
+    assert not tried.kernels.read_vectors(vectors_of(large, large)[1], CPU)
+    assert tried.kernels.read_vectors(rows, CPU)
 
 
 class _Wrong(torch.autograd.Function):
@@ -358,7 +358,9 @@ def test_memory_that_is_too_short_for_a_comparison_ends_no_run(
 def test_kernels_that_are_slower_are_not_used(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, rows = vectors_of(*pair())
     monkeypatch.setattr(trust, "_is_faster", lambda *_, **__: False)
+    assert tried.kernels.read_vectors(rows, CPU)
     assert [tried.after(narrow, rows) for _ in range(2)] == [1, 0]
+    assert not tried.kernels.read_vectors(rows, CPU), "their rows are computed once for all students"
     assert not tried.said
 
 
