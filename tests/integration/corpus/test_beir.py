@@ -160,7 +160,7 @@ def test_what_is_missing_or_wrong_is_named(folder: Path, command: Command) -> No
     command.fails(*words, COLUMNS, code=1, says=("corpus.jsonl, line 1", "no text 'text'"))
     (folder / "corpus.jsonl").write_text(texts)
     train.write_text("query-id\tcorpus-id\tscore\n")
-    with pytest.raises(CorpusError, match="it holds no text"):
+    with pytest.raises(CorpusError, match="no query has a right document"):
         read(folder)
     train.unlink()
     command.fails(*words, COLUMNS, code=1, says=("no qrels/train.tsv", "it has test.tsv", "qrels/test.tsv"))
