@@ -137,11 +137,9 @@ def _rows(
     option = f"{_OPTION}, --score-columns" if columns.scores else _OPTION
     if isinstance(source, datasets.Dataset):
         return dataset_rows(source, name, columns.every, option=option)
-    return (
-        judged_groups(source, columns.every)
-        if judged_files(source)
-        else read_rows(source, columns.every, option)
-    )
+    if judged_files(source):
+        return judged_groups(source, columns.every)
+    return read_rows(source, columns.every, option)
 
 
 def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known: Known) -> Iterator[Record]:
@@ -243,10 +241,9 @@ def _refuse_text(file: Path, columns: PairColumns) -> None:
 
 def _text(value: object, column: str, where: str) -> str:
     if not isinstance(value, str):
-        kind = "nothing" if value is None else kind_of(value)
         raise CorpusError(
-            f"corpus: {where} holds {kind} in column {column!r}, not text. Name another with --pair-columns, "
-            "or store it as text."
+            f"corpus: {where} holds {kind_of(value)} in column {column!r}, not text. Name another with "
+            "--pair-columns, or store it as text."
         )
     return plain_text(whole_text(value, f"corpus: {where}"), where)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -31,6 +30,9 @@ from minilm_cache.corpus.formats import (
 from minilm_cache.corpus.json_lines import MAX_LINE, SHOWN_COLUMNS, json_names, json_objects
 from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
+
+if TYPE_CHECKING:
+    import datasets
 
 COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
@@ -123,7 +125,7 @@ def read_records(
 
 
 def dataset_records(
-    loaded: datasets.Dataset, name: str, text_column: str | None, *, role_column: str | None = None
+    loaded: "datasets.Dataset", name: str, text_column: str | None, *, role_column: str | None = None
 ) -> Iterator[Record]:
     """Yield the records of a data set, as `read_records` does those of a file.
 
@@ -274,7 +276,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
 
 
 def dataset_rows(
-    loaded: datasets.Dataset,
+    loaded: "datasets.Dataset",
     name: str,
     columns: Sequence[str],
     *,
@@ -294,6 +296,8 @@ def dataset_rows(
     Raises:
         CorpusError: it lacks a column.
     """
+    import datasets  # noqa: PLC0415 - it takes a second, which readers of files need not wait
+
     with _about(option):
         names = _of_schema(name, loaded.features.arrow_schema, columns)
         if COPIES_COLUMN not in columns and not isinstance(

@@ -82,9 +82,9 @@ def read_own_data(path: Path) -> OwnData:
     file = path / "qrels" / "test.tsv" if path.is_dir() else path
     data = _of_judgements(file) if path.is_dir() or judged_files(path) else _of_questions(path)
     lacking = next((query for query in data.queries if not data.right.get(query)), None)
-    if lacking is not None or not data.queries:
-        if lacking is None:
-            raise CorpusError(f"--retrieval {path}: no query has a right document. Add some.")
+    if not data.queries:
+        raise CorpusError(f"--retrieval {path}: no query has a right document. Add some.")
+    if lacking is not None:
         raise CorpusError(
             f"--retrieval {path}: query {lacking!r} has no right document. Add it or remove the query."
         )

@@ -1,6 +1,5 @@
 """Students train with fused kernels as with plain torch; the kernels run in Triton's interpreter."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,22 +7,13 @@ import torch
 from torch import Tensor
 
 from minilm_cache.relations import trust
-from minilm_cache.session import Session, Silent
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
+from tests.integration.train.test_graphs import Notes, losses
 from tests.support import World
 
 fused: Any = pytest.importorskip("minilm_cache.relations.fused", reason="Triton is for Linux")
-
-
-class Notes(Silent):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.said.append(message)
 
 
 def train(world: World, out: str, objective: str, **changes: Any) -> tuple[TrainResult, list[str]]:
@@ -33,16 +23,6 @@ def train(world: World, out: str, objective: str, **changes: Any) -> tuple[Train
     config = TrainConfig.model_validate({**values, "dropout": "none", "objective": objective, **changes})
     session = Session(world.home, progress=notes)
     return train_students(config, world.root / "cache", out=world.root / out, session=session), notes.said
-
-
-def losses(result: TrainResult) -> list[float]:
-    lines = map(json.loads, (result.path / "log.jsonl").read_text().splitlines())
-    return [
-        value
-        for line in lines
-        for figures in (line.get("students") or line.get("held_out") or {}).values()
-        for value in figures.values()
-    ]
 
 
 @pytest.fixture
