@@ -23,7 +23,7 @@ from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
-from minilm_cache.evaluate.settings import EvaluateConfig, FurtherTexts, is_own_task, refuse_no_data
+from minilm_cache.evaluate.settings import EvaluateConfig, RetrievalData, is_own_task, refuse_no_data
 from minilm_cache.evaluate.tasks import (
     TASKS,
     GenerationTask,
@@ -381,11 +381,11 @@ def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) 
     refuse_other_sources(model, num_texts=2 if is_pair else 1, pairs=is_of_pairs(folder))
 
 
-def refuse_no_own_data(path: Path, beside: FurtherTexts) -> None:
+def refuse_no_own_data(named: RetrievalData) -> None:
     """Raise CorpusError if retrieval data, or the texts beside them, are damaged or lack something."""
-    read_own_data(path)
-    if beside.corpus is not None:
-        refuse_no_text(beside.corpus, beside.text_column)
+    read_own_data(named)
+    if named.corpus is not None and named.qrels is None:
+        refuse_no_text(named.corpus, named.text_column)
 
 
 def refuse_no_labels(config: TrainConfig) -> None:

@@ -233,14 +233,14 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")
     refuse_no_task_data(config.data, ["stsb"], reads_training=False)
     refuse_too_long(config.max_length, models, config.revision)
-    if config.retrieval is not None:
-        refuse_no_own_data(config.retrieval, config)
+    if config.judged is not None:
+        refuse_no_own_data(config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     quiet_libraries()
     with stoppable_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
-        found = _retrieval(config, models, session) if config.retrieval is not None else []
+        found = _retrieval(config, models, session) if config.judged is not None else []
     if json:
         rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
         own = {"retrieval": list(map(asdict, found)), "max_length": config.max_length}
@@ -267,7 +267,7 @@ def in_words(value: "Measured | None") -> str:
 
 def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -> None:
     print_table(
-        f"Retrieval in {config.retrieval}, texts cut at {config.max_length} tokens, or earlier by a model "
+        f"Retrieval in {config.judged}, texts cut at {config.max_length} tokens, or earlier by a model "
         f"itself: means over queries times 100, with 95 % intervals; teacher: {found[0].model}",
         ["model", "nDCG@10", "MRR@10", "Recall@100", "nDCG@10 in the teacher's index"],
         [

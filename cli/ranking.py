@@ -48,7 +48,7 @@ def mine(
     )
     refuse_several(model)
     refuse_too_long(config.max_length, [model], config.revision)
-    refuse_no_own_data(config.retrieval, config)
+    refuse_no_own_data(config)
     refuse_no_extra("sentence-transformers", "eval", for_what="mine")
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
@@ -87,7 +87,7 @@ def rerank(
     config = validated(RerankConfig, given)
     named = [*models, config.first_stage]
     refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
-    refuse_no_own_data(config.retrieval, config)
+    refuse_no_own_data(config)
     refuse_no_extra("sentence-transformers", "eval", for_what="rerank")
     refuse_no_rerankers(models, config.revision)
     refuse_several(config.first_stage)
@@ -101,7 +101,7 @@ def rerank(
         print_json({"models": list(map(asdict, scores)), "candidates": config.candidates})
         return
     print_table(
-        f"At most {config.candidates} nearest documents of each query in {config.retrieval}, ranked anew, "
+        f"At most {config.candidates} nearest documents of each query in {config.judged}, ranked anew, "
         f"pairs cut at {config.max_length} tokens: means over queries times 100, with 95 % intervals",
         ["model", "nDCG@10", "MRR@10", "pairs/s"],
         list(map(_row, scores)),

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from minilm_cache.corpus.formats import judged_files
+from minilm_cache.corpus.formats import texts_beside
 from minilm_cache.errors import CorpusError
 
 _HEADERS: Final = ("query-id", "qid", "query_id")
@@ -34,11 +34,12 @@ class JudgedTexts:
     """For each query, the grades of documents, as the file has them."""
 
 
-def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
-    """Read a file of judgements, with the queries and documents of its folder.
+def read_judged(file: Path, texts: tuple[Path, Path], *, only_judged: bool = False) -> JudgedTexts:
+    """Read a file of judgements, with the queries and documents that it names.
 
     Args:
         file: like `qrels/test.tsv`.
+        texts: the files of documents and of queries.
         only_judged: leave out documents that no query names.
 
     Raises:
@@ -51,7 +52,7 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
         if grade > 0 or document not in known:
             known[document] = grade
         lines.setdefault(document, number)
-    of_documents, of_queries = judged_files(file)
+    of_documents, of_queries = texts
     documents = _by_name(
         (where, _document(row, where))
         for where, row in json_records(of_documents)
@@ -61,14 +62,14 @@ def read_judged(file: Path, *, only_judged: bool = False) -> JudgedTexts:
     lacking = next((name for name in lines if name not in documents), None)
     if lacking is not None:
         raise CorpusError(
-            f"{file}, line {lines[lacking]}: there is no document {lacking!r} in corpus.jsonl. Add it or "
-            "remove the line."
+            f"{file}, line {lines[lacking]}: there is no document {lacking!r} in {of_documents.name}. "
+            "Add it or remove the line."
         )
     asked_for = (query for query, judged in grades.items() if max(judged.values()) > 0)
     unknown = next((query for query in asked_for if query not in asked), None)
     if unknown is not None:
         raise CorpusError(
-            f"{file}: there is no query {unknown!r} in queries.jsonl. Add it or remove the line."
+            f"{file}: there is no query {unknown!r} in {of_queries.name}. Add it or remove the line."
         )
     queries = {query: text for query, text in asked.items() if query in grades}
     return JudgedTexts(queries=queries, documents=documents, grades=grades)
@@ -105,7 +106,7 @@ def _query(row: Mapping[str, Any], where: str) -> tuple[str, str]:
 def look_at_judged(file: Path) -> None:
     """Raise CorpusError if a first line of judgements, documents or queries is damaged or lacks a text."""
     next(_judgements(file), None)
-    for each, read in zip(judged_files(file), (_document, _query), strict=True):
+    for each, read in zip(texts_beside(file), (_document, _query), strict=True):
         for where, row in islice(json_records(each), 1):
             read(row, where)
 
@@ -120,7 +121,7 @@ def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
         CorpusError: another column is asked for; or same as for `read_judged`.
     """
     refuse_other_columns(file, columns)
-    judged = read_judged(file, only_judged=True)
+    judged = read_judged(file, texts_beside(file), only_judged=True)
     if not any(grade > 0 for grades in judged.grades.values() for grade in grades.values()):
         raise CorpusError(f"{file}: no query has a right document, one whose grade is above 0. Add some.")
     for query, text in judged.queries.items():

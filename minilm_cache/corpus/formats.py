@@ -101,11 +101,20 @@ def judged_files(file: Path) -> list[Path]:
     Returns:
         list[Path]: both files; empty if it is no file of judgements.
     """
-    file = file.absolute()
-    folder = file.parent.parent
-    beside = [folder / "corpus.jsonl", folder / "queries.jsonl"]
-    is_judging = file.parent.name == "qrels" and file.suffix == ".tsv" and file.parent.is_dir()
-    return beside if is_judging and all(each.is_file() for each in beside) else []
+    beside = texts_beside(file)
+    folder = file.absolute().parent
+    is_judging = folder.name == "qrels" and file.suffix == ".tsv" and folder.is_dir()
+    return list(beside) if is_judging and all(each.is_file() for each in beside) else []
+
+
+def texts_beside(file: Path) -> tuple[Path, Path]:
+    """Return where the documents and the queries of judgements are in BEIR's layout, there or not.
+
+    Args:
+        file: the judgements, like `FOLDER/qrels/test.tsv`.
+    """
+    folder = file.absolute().parent.parent
+    return folder / "corpus.jsonl", folder / "queries.jsonl"
 
 
 def lines_hint(name: str, documents: str) -> str:

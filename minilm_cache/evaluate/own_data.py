@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from minilm_cache.corpus.beir import json_records, read_judged, text_of
-from minilm_cache.corpus.formats import judged_files
+from minilm_cache.corpus.formats import judged_files, texts_beside
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.settings import FurtherTexts, refuse_no_data
+from minilm_cache.evaluate.settings import RetrievalData, refuse_no_data
 from minilm_cache.session import Session
 
 _LOOKED_FOR: Final = 200
@@ -25,26 +25,25 @@ class OwnData:
     """For each query, the grade of each document that is right, above 0."""
 
 
-def own_data(path: Path, beside: FurtherTexts, *, session: Session) -> OwnData:
+def own_data(named: RetrievalData, *, session: Session) -> OwnData:
     """Return the data that settings name, with the documents of a corpus beside those of the data.
 
     A text of the corpus that is a document already, but for white space, is not added again.
 
     Args:
-        path: folder in BEIR's layout, or a .jsonl file.
-        beside: which corpus is searched, too.
+        named: the data, and which corpus is searched, too.
         session: its home is the folder of what is kept of texts from the hub. Its progress shows how many
             right documents stand in a text of the corpus, which counts as wrong.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
     """
-    data = read_own_data(path)
-    if beside.corpus is None:
+    data = read_own_data(named)
+    if named.corpus is None or named.qrels is not None:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
 
-    corpus = load_corpus(beside.corpus, beside.text_column, beside.documents, home=session.home)
+    corpus = load_corpus(named.corpus, named.text_column, named.documents, home=session.home)
     known = {" ".join(text.split()) for text in data.documents.values()}
     further = {" ".join(text.split()): text.strip() for text in corpus.texts()}
     name = "corpus"
@@ -55,8 +54,8 @@ def own_data(path: Path, beside: FurtherTexts, *, session: Session) -> OwnData:
     right = sorted({document for documents in data.right.values() for document in documents})[:_LOOKED_FOR]
     if num_parts := _num_parts([data.documents[document] for document in right], further.keys() - known):
         session.progress.note(
-            f"{num_parts} of {len(right)} right documents of {path.name} stand in longer ones of "
-            f"{beside.corpus}, and finding these counts as wrong. Take whole documents as answers."
+            f"{num_parts} of {len(right)} right documents of {named.judged} stand in longer ones of "
+            f"{named.corpus}, and finding these counts as wrong. Take whole documents as answers."
         )
     return replace(data, documents={**added, **data.documents})
 
@@ -67,27 +66,33 @@ def _num_parts(right: Iterable[str], further: Iterable[str]) -> int:
     return sum(f" {' '.join(document.split())} " in joined for document in right)
 
 
-def read_own_data(path: Path) -> OwnData:
-    """Read a folder in BEIR's layout (Thakur et al. 2021, arXiv 2104.08663), or a file of questions.
+def read_own_data(named: RetrievalData) -> OwnData:
+    """Read a folder in BEIR's layout (Thakur et al. 2021, arXiv 2104.08663), its files, or questions.
 
     Args:
-        path: a folder in BEIR's layout, whose judgements are those of `qrels/test.tsv`; another file of
-            judgements in it, like `FOLDER/qrels/train.tsv`; or a .jsonl file whose records have `question`
-            and `answer`.
+        named: the data: a folder in BEIR's layout, whose judgements are those of `qrels/test.tsv`; another
+            file of judgements in it, like `FOLDER/qrels/train.tsv`; files of queries, documents and
+            judgements anywhere; or a .jsonl file whose records have `question` and `answer`.
 
     Raises:
         CorpusError: a file is missing or damaged, a record lacks a text, or a query lacks a right document.
     """
-    refuse_no_data(path)
-    file = path / "qrels" / "test.tsv" if path.is_dir() else path
-    data = _of_judgements(file) if path.is_dir() or judged_files(path) else _of_questions(path)
+    path = named.judged
+    assert path is not None
+    where = f"--qrels {path}" if named.qrels is not None else f"--retrieval {path}"
+    if named.qrels is not None and named.queries is not None and named.corpus is not None:
+        data = _of_judgements(named.qrels, (Path(named.corpus), named.queries))
+    elif path.is_dir() or judged_files(path):
+        file = path / "qrels" / "test.tsv" if path.is_dir() else path
+        data = _of_judgements(file, texts_beside(file))
+    else:
+        refuse_no_data(path)
+        data = _of_questions(path)
     lacking = next((query for query in data.queries if not data.right.get(query)), None)
     if not data.queries:
-        raise CorpusError(f"--retrieval {path}: no query has a right document. Add some.")
+        raise CorpusError(f"{where}: no query has a right document. Add some.")
     if lacking is not None:
-        raise CorpusError(
-            f"--retrieval {path}: query {lacking!r} has no right document. Add it or remove the query."
-        )
+        raise CorpusError(f"{where}: query {lacking!r} has no right document. Add it or remove the query.")
     return data
 
 
@@ -103,8 +108,8 @@ def _of_questions(path: Path) -> OwnData:
     return OwnData(queries=queries, documents=documents, right=right)
 
 
-def _of_judgements(file: Path) -> OwnData:
-    judged = read_judged(file)
+def _of_judgements(file: Path, texts: tuple[Path, Path]) -> OwnData:
+    judged = read_judged(file, texts)
     graded = {
         query: {document: grade for document, grade in grades.items() if grade > 0}
         for query, grades in judged.grades.items()

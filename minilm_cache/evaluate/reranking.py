@@ -75,9 +75,9 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
         InterruptedRunError: a stop was requested.
     """
     refuse_existing(out)
-    data = own_data(config.retrieval, config, session=session)
-    to_train_on = config.retrieval / "qrels" / "train.tsv"
-    if to_train_on.is_file():
+    data = own_data(config, session=session)
+    to_train_on = config.retrieval and config.retrieval / "qrels" / "train.tsv"
+    if to_train_on is not None and to_train_on.is_file():
         session.progress.note(
             f"these queries are those to test on ({to_train_on.with_name('test.tsv')}). For a training, mine "
             f"--retrieval {to_train_on}."
@@ -178,7 +178,7 @@ def compare_rerankers(
             `max_length`.
         InterruptedRunError: a stop was requested.
     """
-    data = _first(own_data(config.retrieval, config, session=session), config.max_queries)
+    data = _first(own_data(config, session=session), config.max_queries)
     models = find_models(names, config.revision, untrained=False)
     for model in models:
         _refuse_other_answers(model)

@@ -74,12 +74,11 @@ def compare_retrieval(
         InvalidConfigError: the first model is a run, or a model has fewer positions than `max_length`.
         InterruptedRunError: a stop was requested.
     """
-    assert config.retrieval is not None
-    data = own_data(config.retrieval, config, session=session)
+    data = own_data(config, session=session)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     session.progress.note(
-        f"{config.retrieval}: {len(data.queries):,} queries, searched in {len(data.documents):,} texts"
+        f"{config.judged}: {len(data.queries):,} queries, searched in {len(data.documents):,} texts"
     )
     session.progress.start("embed", len(models) * (len(data.queries) + len(data.documents)), "texts")
     found: list[RetrievalScores] = []

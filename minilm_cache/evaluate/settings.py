@@ -192,32 +192,50 @@ class SpeedConfig(ModelSettings):
     """Folder to export models to as ONNX, which are measured, too. None means no export."""
 
 
-class FurtherTexts(ColumnSettings):
-    """Texts that are searched beside those that are right."""
+class RetrievalData(ColumnSettings):
+    """Queries of one's own, their right documents, and the texts that are searched."""
 
+    retrieval: Path | None = None
+    """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
+    (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split. None means
+    that there are none, or that `--queries`, `--corpus` and `--qrels` name them."""
     corpus: Annotated[str, Field(min_length=1)] | None = None
     """Text whose documents are searched, too: a collection that the right answers of `--retrieval` are to be
-    found in; a file or a name as for `dump`. None means that only documents of `--retrieval` are
-    searched."""
+    found in; a file or a name as for `dump`. With `--qrels`: the .jsonl file of documents, as in BEIR's
+    layout. None means that only documents of `--retrieval` are searched."""
+    queries: Path | None = None
+    """File of queries as in BEIR's layout (`_id`, `text`), where `--qrels` is given. None means that there is
+    none."""
+    qrels: Path | None = None
+    """File of judgements as in BEIR's layout (query, document, grade; .tsv), for files that stand in no
+    folder of that layout; it goes with `--queries` and `--corpus`. None means that there is none."""
+
+    @property
+    def judged(self) -> Path | None:
+        """What says which documents are right: `retrieval`, or `qrels`. None means that nothing does."""
+        return self.retrieval or self.qrels
 
     @model_validator(mode="after")
-    def _columns_are_of_a_corpus(self) -> "FurtherTexts":
-        if self.corpus is None and (self.text_column is not None or self.documents != "paragraphs"):
-            raise ValueError("--text-column and --documents go with --corpus")
+    def _is_of_one_kind(self) -> "RetrievalData":
+        if (self.qrels is None) != (self.queries is None) or (self.qrels and not self.corpus):
+            raise ValueError("--queries, --corpus and --qrels go together. Give all three files.")
+        if self.qrels is not None and self.retrieval is not None:
+            raise ValueError("--qrels and --retrieval are two data. Give one of them.")
+        if self.judged is None and self.corpus is not None:
+            raise ValueError("--corpus goes with --retrieval, or with --queries and --qrels")
+        of_text = self.text_column is not None or self.documents != "paragraphs"
+        if of_text and (self.corpus is None or self.qrels is not None):
+            raise ValueError("--text-column and --documents go with --corpus beside --retrieval")
         return self
 
 
-class EmbeddingsConfig(FurtherTexts, ModelSettings):
+class EmbeddingsConfig(RetrievalData, ModelSettings):
     """Settings of a comparison of embeddings."""
 
     group = "Comparison"
     data: str | None = None
     """Folder of STS-B in GLUE's layout, or a folder of such folders; `hf` or `hf:ID` for the hub. None means
-    that only `--retrieval` is measured."""
-    retrieval: Path | None = None
-    """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
-    (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split. None means
-    that retrieval is not measured."""
+    that only retrieval is measured."""
     max_pairs: Annotated[int, Field(ge=2)] | None = None
     """Most pairs of the dev set. None means all of them."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
@@ -231,26 +249,27 @@ class EmbeddingsConfig(FurtherTexts, ModelSettings):
 
     @model_validator(mode="after")
     def _measures_something(self) -> "EmbeddingsConfig":
-        if self.data is None and self.retrieval is None:
+        if self.data is None and self.judged is None:
             raise ValueError("give --data (STS-B), --retrieval (your own questions), or both")
         if self.data is None and (self.mteb or self.save or self.max_pairs):
             raise ValueError("--mteb, --save and --max-pairs go with --data")
-        if self.retrieval is None and self.corpus is not None:
-            raise ValueError("--corpus goes with --retrieval")
         return self
 
 
-class OwnDataSettings(FurtherTexts, ModelSettings):
+class OwnDataSettings(RetrievalData, ModelSettings):
     """Retrieval data of one's own, and what finds candidates in them."""
 
     group = "Candidates"
-    retrieval: Path
-    """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
-    (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Most tokens of a text, or of a query with a document."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Texts, or pairs of texts, of a forward pass."""
+
+    @model_validator(mode="after")
+    def _has_data(self) -> "OwnDataSettings":
+        if self.judged is None:
+            raise ValueError("give --retrieval (your own questions), or --queries, --corpus and --qrels")
+        return self
 
 
 class MineConfig(OwnDataSettings):

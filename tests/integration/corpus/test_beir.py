@@ -9,7 +9,8 @@ from minilm_cache.cache import open_cache
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.own_data import read_own_data
+from minilm_cache.evaluate.own_data import OwnData, read_own_data
+from minilm_cache.evaluate.settings import RetrievalData
 from tests.conftest import Command
 from tests.support import VOCABULARY, save_teacher
 
@@ -96,9 +97,13 @@ def test_a_change_of_any_of_the_three_files_is_seen(folder: Path, tmp_path: Path
         assert known != before, file
 
 
+def own(place: Path) -> OwnData:
+    return read_own_data(RetrievalData(retrieval=place))
+
+
 def test_retrieval_reads_the_judgements_that_are_named(folder: Path) -> None:
-    assert read_own_data(folder).right == {"q2": {"d0": 1}}
-    named = read_own_data(folder / "qrels/train.tsv")
+    assert own(folder).right == {"q2": {"d0": 1}}
+    named = own(folder / "qrels/train.tsv")
     assert named.right == {"q0": {"d1": 1, "d0": 2}, "q1": {"d3": 1}}
     assert set(named.queries) == {"q0", "q1"}
     assert len(named.documents) == 6

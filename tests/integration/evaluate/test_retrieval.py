@@ -1,7 +1,9 @@
 """Retrieval on data of one's own: sentence-transformers' evaluator is the oracle."""
 
 import json
+import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.own_data import OwnData, read_own_data
 from minilm_cache.evaluate.retrieval import measured, values_of
+from minilm_cache.evaluate.settings import RetrievalData
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import VOCABULARY, save_teacher
@@ -70,7 +73,7 @@ def test_scores_are_those_of_sentence_transformers(
         code, out, err = command("embeddings", *models, "--retrieval", place, "--max-length", 32, "--json")
         assert code == 0, err
         found = json.loads(out)["retrieval"]
-        data = read_own_data(place)
+        data = read_own_data(RetrievalData(retrieval=place))
         right = {query: set(grades) for query, grades in data.right.items()}
         for row, folder in zip(found, models, strict=True):
             evaluator = InformationRetrievalEvaluator(
@@ -128,16 +131,56 @@ def test_a_collection_is_searched_beside_the_answers(
     assert [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]] == found
     assert "stand in longer" not in err
     texts.write_text(f"{rows[0]['answer']} be\n\n{further[0]}\n")
-    assert (
-        "right documents of questions.jsonl stand in longer ones"
-        in command(*words, file, "--corpus", texts)[2]
-    )
+    assert "questions.jsonl stand in longer ones" in command(*words, file, "--corpus", texts)[2]
     code, out, _ = command(*words, tmp_path / "beir")
     beir = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
     assert found == pytest.approx(beir, abs=2.0)  # it has one more text, "ba ba ba"
     code, out, _ = command(*words, file)
     alone = [row["ndcg_at_10"]["mean"] for row in json.loads(out)["retrieval"]]
     assert sum(found) < sum(alone)
+
+
+def test_files_of_queries_documents_and_judgements_may_stand_anywhere(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    folder = tmp_path / "beir"
+    write_beir(folder, questions(12))
+    files = {
+        "--queries": Path(shutil.copy(folder / "queries.jsonl", tmp_path / "asked.jsonl")),
+        "--corpus": Path(shutil.copy(folder / "corpus.jsonl", tmp_path / "texts.jsonl")),
+        "--qrels": Path(shutil.copy(folder / "qrels/test.tsv", tmp_path / "right.tsv")),
+    }
+    named = list[Any](chain.from_iterable(files.items()))
+    in_folder: list[Any] = ["--retrieval", folder]
+    cut = ("--max-length", 32)
+    judge = save_teacher(tmp_path / "judge", head="sequences", num_labels=1)
+    compared: list[list[Any]] = [["embeddings", *models], ["rerank", judge, "--first-stage", models[0]]]
+    for start in compared:
+        found = []
+        for words in (named, in_folder):
+            code, out, err = command(*start, *cut, *words, "--json")
+            assert code == 0, err
+            found.append(re.sub(r'"pairs_per_s": [0-9.]+', "", out))
+        assert found[0] == found[1]
+    mined = [tmp_path / f"{name}-groups.jsonl" for name in ("files", "folder")]
+    for groups, words in zip(mined, (named, in_folder), strict=True):
+        code, _, err = command("mine", models[0], *cut, *words, "--out", groups)
+        assert code == 0, err
+    assert mined[0].read_text() == mined[1].read_text()
+
+    start = ["embeddings", models[0], *cut]
+    together = "--queries, --corpus and --qrels go together"
+    for lacking in files:
+        others = chain.from_iterable(option for option in files.items() if option[0] != lacking)
+        command.fails(*start, *others, code=2, says=together)
+    command.fails(*start, *named, "--retrieval", folder, code=2, says="Give one of them")
+    command.fails(*start, *named, "--text-column", "text", code=2, says="--corpus beside --retrieval")
+    files["--qrels"].write_text("Q0\tD99\t1\n")
+    command.fails(*start, *named, code=1, says=("right.tsv, line 1", "no document 'D99' in texts.jsonl"))
+    files["--qrels"].write_text("Q0\tD0\t0\n")
+    command.fails(*start, *named, code=1, says=("--qrels", "right.tsv: no query has a right document"))
+    files["--queries"].unlink()
+    command.fails(*start, *named, code=1, says=("cannot read", "asked.jsonl"))
 
 
 def test_the_interval_holds_the_mean_of_most_resamples() -> None:
@@ -182,6 +225,9 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     ):
         qrels.write_text(f"{whole}{line}\n")
         command.fails(*words, folder, code=1, says=says)
+    qrels.write_text(whole)
+    (folder / "corpus.jsonl").rename(folder / "texts.jsonl")
+    command.fails(*words, folder, code=1, says=("cannot read", "corpus.jsonl"))
     qrels.unlink()
     command.fails(*words, folder, code=1, says=("cannot read", "BEIR's layout"))
 
@@ -237,10 +283,11 @@ def test_a_text_is_read_as_far_as_the_folder_reads_it(tmp_path: Path) -> None:
 
 def test_names_of_several_texts_and_marks(tmp_path: Path) -> None:
     write_beir(tmp_path / "beir", questions(6))
-    whole = read_own_data(tmp_path / "beir")
+    beir = RetrievalData(retrieval=tmp_path / "beir")
+    whole = read_own_data(beir)
     qrels = tmp_path / "beir/qrels/test.tsv"
     qrels.write_bytes(b"\xef\xbb\xbf" + qrels.read_bytes())
-    assert read_own_data(tmp_path / "beir") == whole
+    assert read_own_data(beir) == whole
     for name, again in (
         ("corpus", {"_id": "D0", "text": "other"}),
         ("queries", {"_id": "Q0", "text": "other"}),
@@ -248,11 +295,11 @@ def test_names_of_several_texts_and_marks(tmp_path: Path) -> None:
         file = tmp_path / "beir" / f"{name}.jsonl"
         rows = file.read_text()
         file.write_text(rows + rows.split("\n", 1)[0] + "\n")  # the same text once more says nothing else
-        assert read_own_data(tmp_path / "beir") == whole
+        assert read_own_data(beir) == whole
         file.write_text(rows + json.dumps(again) + "\n")
         number = len(rows.splitlines()) + 1
         with pytest.raises(
             CorpusError, match=rf"{name}.jsonl, line {number}: _id '{again['_id']}' was that of"
         ):
-            read_own_data(tmp_path / "beir")
+            read_own_data(beir)
         file.write_text(rows)
