@@ -116,7 +116,7 @@ def _refuse_mistakes(config: DumpConfig, place: Path | str | None, *, add: Path 
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, cache=add)
     refuse_no_layers(config)
     refuse_no_prompt(config)
-    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns, truncation=config.truncation)
     refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
     if isinstance(place, Path) and resume:
         refuse_cache_of_others(config, place)

@@ -55,7 +55,7 @@ from minilm_cache.objectives.config import (
     split_into,
 )
 from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
-from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.identity import CacheIdentity, Truncation
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
 from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
@@ -301,8 +301,17 @@ def refuse_cache_of_others(config: DumpConfig, out: Path | None) -> None:
     refuse_other_cache(out, differing_values(known, asked))
 
 
-def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | None = None) -> None:
-    """Raise CorpusError if the first file of a corpus lacks a column that is to be read, or is damaged."""
+def refuse_no_text(
+    corpus: str,
+    text_column: str | None,
+    pair_columns: str | None = None,
+    *,
+    truncation: Truncation | None = None,
+) -> None:
+    """Raise CorpusError if the first file of a corpus lacks a column that is to be read, or is damaged.
+
+    What would cut the queries of its groups differently raises InvalidConfigError.
+    """
     if corpus == PYTHON_DOCS or corpus.startswith(HUB_PREFIX):
         return
     files = corpus_files(Path(corpus), pairs=pair_columns is not None)
@@ -316,13 +325,15 @@ def refuse_no_text(corpus: str, text_column: str | None, pair_columns: str | Non
     if pair_columns is None:
         next(read_records(files[0], text_column, "paragraphs"), None)
         return
-    from minilm_cache.corpus.pairs import PairColumns, read_pairs  # noqa: PLC0415 - takes a second
+    from minilm_cache.corpus import pairs  # noqa: PLC0415 - takes a second
 
-    columns = PairColumns.of(pair_columns).seen_in(files[0])
+    columns = pairs.PairColumns.of(pair_columns).seen_in(files[0])
+    if columns.are_groups:
+        pairs.refuse_uneven_cut(truncation)
     if judged_files(files[0]):
         look_at_judged(files[0])
     else:
-        next(read_pairs(files[0], columns), None)
+        next(pairs.read_pairs(files[0], columns), None)
 
 
 def refuse_no_columns(config: EvaluateConfig) -> None:

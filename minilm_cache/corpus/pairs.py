@@ -23,6 +23,7 @@ from minilm_cache.corpus.records import (
     whole_text,
 )
 from minilm_cache.errors import CorpusError, InvalidConfigError
+from minilm_cache.storage_schema.identity import Truncation
 
 BETWEEN: Final = "\x1e"
 """Stands between the two texts of a pair, neither of which holds it."""
@@ -106,6 +107,15 @@ class PairColumns(NamedTuple):
 
 Known = dict[int, float | None]
 """Scores of pairs that were read, None where there are none, by the hash of both texts."""
+
+
+def refuse_uneven_cut(truncation: Truncation | None) -> None:
+    """Raise InvalidConfigError if a query with several documents would be cut differently for each."""
+    if truncation == "longest_first":
+        raise InvalidConfigError(
+            "--truncation longest_first cuts a query differently for each of its documents. Leave it out: "
+            "documents alone are cut."
+        )
 
 
 def read_pairs(

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerFast
 
+from minilm_cache.corpus.pairs import refuse_uneven_cut
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.storage_schema.identity import (
     MAX_SPECIAL,
@@ -151,11 +152,8 @@ def packing_of(
             "tokenizer_config.json, and give texts that fit."
         )
     pair = pair_template_of(tokenizer) if mode == "pairs" else None
-    if has_groups and truncation == "longest_first":
-        raise InvalidConfigError(
-            "--truncation longest_first cuts a query differently for each of its documents. Leave it out: "
-            "documents alone are cut."
-        )
+    if has_groups:
+        refuse_uneven_cut(truncation)
     if pair is not None and (has_groups or truncation == "only_second"):
         pair = pair.model_copy(update={"cut": "second"})
     template = template_of(tokenizer)

@@ -46,7 +46,7 @@ def text_scores(
 ) -> Scores:
     """Return the scores of a set.
 
-    A correlation with predictions that are all the same is not defined; it counts as 0, as Matthews' does.
+    A correlation, also Matthews', with predictions or labels that are all the same counts as 0.
 
     Args:
         metrics: metrics to compute.
@@ -62,11 +62,11 @@ def _score(metric: Metric, predictions: npt.NDArray[np.float64], labels: npt.NDA
             return float(accuracy_score(labels, predictions))
         case "f1":
             return float(f1_score(labels, predictions, zero_division=0))
+        case _ if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+            return 0.0
         case "matthews":
             return float(matthews_corrcoef(labels, predictions))
         case "pearson" | "spearman":
-            if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
-                return 0.0
             return float((pearsonr if metric == "pearson" else spearmanr)(labels, predictions)[0])
 
 

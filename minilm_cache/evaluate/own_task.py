@@ -50,7 +50,20 @@ def read_own_task(
     note(f"{printable(file.name)}: {target} is generated from {' and '.join(sources)}")
     if config.as_is and config.dev is None:
         note(f"{printable(file.name)}: all texts are scored, also those that a model may have been tuned on")
-    return _read_generation(file, config, sources=sources, target=target)
+    task, (track,) = _read_generation(file, config, sources=sources, target=target)
+    if config.dev is not None and not config.as_is:
+        train, dev = ([each.source for each in part] for part in (track.train, track.dev["dev"]))
+        _note_overlap(file, train, dev, note=note)
+    return task, [track]
+
+
+def _note_overlap(
+    file: Path, train: Sequence[object], dev: Sequence[object], *, note: Callable[[str], None]
+) -> None:
+    """Say how many of the texts that are scored are also trained on, where there are some."""
+    known = set(train)
+    if also := sum(text in known for text in dev):
+        note(f"{printable(file.name)}: {also} of the {len(dev)} texts that are scored are also trained on")
 
 
 def _read_generation(
@@ -97,11 +110,7 @@ def read_labelled(
     else:
         dev = _rows(config.dev, columns, config.label_column)
     if config.dev is not None and not config.as_is:
-        known = {row.texts for row in train}
-        if also := sum(row.texts in known for row in dev):
-            note(
-                f"{printable(file.name)}: {also} of the {len(dev)} texts that are scored are also trained on"
-            )
+        _note_overlap(file, [row.texts for row in train], [row.texts for row in dev], note=note)
     if config.metric is None:
         _refuse_words_among_values(train)
     labels = [row.label for row in train]

@@ -214,6 +214,13 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
         language = f" ({track.name})" if track.name else ""
         learned = "" if config.as_is else f"{len(track.train):,} training examples, "
         session.progress.note(f"{task.title}{language}: {learned}{sizes}")
+        for name, examples in track.dev.items():
+            labels = [each.label for each in examples if isinstance(each, TextExample)]
+            if len(labels) > 1 and len(set(labels)) == 1:
+                session.progress.note(
+                    f"{task.title}{language}: all examples of {name} have one label; of them only accuracy "
+                    "says something"
+                )
     return kind, tracks
 
 

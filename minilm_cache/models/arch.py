@@ -9,7 +9,9 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.wording import counted
 
 _OWN_SEED: Final = re.compile(r":s(\d+)")
-_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)", re.ASCII)
+_PATTERN: Final = re.compile(  # numbers as people write them: 03x384 would be a second name of 3x384
+    r"(0|[1-9]\d{0,3})x(0|[1-9]\d{0,5})((?::(?:ff|h|e|b|s)(?:0|[1-9]\d{0,5}))*)", re.ASCII
+)
 _OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
 _MAX_LAYERS: Final = 256
 

@@ -13,7 +13,7 @@ from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
-from minilm_cache.models.pooling import copy_pooling
+from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
@@ -48,7 +48,7 @@ class SliceResult(Made):
     """KL(teacher || slice) of the last layer's relations on further text, nats. None means that there was
     none, or that the two have different numbers of heads."""
     left_out: str | None = None
-    """Why it has not the teacher's pooling. None means that it has, or that the teacher has none."""
+    """What of the teacher's pooling the slice lacks, and why. None means that it lacks nothing."""
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
@@ -110,6 +110,9 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
         load_tokenizer(source.folder).save_pretrained(folder)
         try:
             copy_pooling(source.folder, folder, student_config)
+            if num_map_weights(folder) < num_map_weights(source.folder):
+                widths = f"{teacher_config.hidden_size} dimensions, and not {shape.hidden_size}"
+                result = replace(result, left_out=f"its linear maps (Dense) take {widths}")
         except TeacherError as error:  # it is not needed to begin students with
             result = replace(result, left_out=str(error))
         (folder / "README.md").write_text(_card(source, shape, result))
@@ -152,5 +155,5 @@ def _card(source: TeacherSource, shape: StudentShape, result: SliceResult) -> st
             f"KL(teacher, slice) of the last layer's relations on further text, nats: {words}.",
         ]
     if result.left_out is not None:
-        lines = [*lines, "", f"It has not the teacher's pooling: {result.left_out}"]
+        lines = [*lines, "", f"It lacks of the teacher's pooling: {result.left_out}"]
     return "\n".join([*lines, ""])

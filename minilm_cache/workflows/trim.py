@@ -84,6 +84,8 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         kept = pieces.chosen(counts + of_aside, asked.most)
         of_others = pieces.chosen(counts, asked.most)
         coverage = pieces.coverage(of_others, _documents(tokens, numbers[aside], session))
+    if len(kept) == pieces.size:
+        session.progress.note(f"all {pieces.size:,} pieces are kept: the model is a copy of {source.name}")
     model = _load(source)
     smaller = trim_model(model, kept)
     result = Trimmed(

@@ -127,7 +127,11 @@ def test_what_is_cut_is_about_pairs_and_never_about_a_query(world: World, comman
     rows = [{"query": WORDS[0], "documents": [WORDS[1], WORDS[2]]}]
     world.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     paired = ("--pair-columns", "query,documents", "--truncation")
-    command.fails(*words, *paired, "longest_first", code=2, says="documents alone are cut")
+    weights = (world.teacher / "model.safetensors").rename(world.root / "moved")
+    command.fails(
+        *words, *paired, "longest_first", code=2, says="documents alone are cut"
+    )  # loads no teacher
+    weights.rename(world.teacher / "model.safetensors")
     command.fails(*words, *paired, "shortest", code=2, says="longest_first")
 
 

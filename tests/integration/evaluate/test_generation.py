@@ -195,6 +195,16 @@ def test_scores_that_some_trials_lack_are_left_out(teacher: Path, tmp_path: Path
     assert set(summary["scores"]["dev"]) == {"BLEU-4", "rouge1", "rouge2", "rougeL"}
 
 
+def test_texts_that_are_trained_on_and_scored_are_counted(
+    teacher: Path, tmp_path: Path, command: Command
+) -> None:
+    file, dev = _write(tmp_path / "own.jsonl", _rows(16)), _write(tmp_path / "dev.jsonl", _rows(16)[:3])
+    words = ("evaluate", teacher, "--task", file, "--dev", dev, *FAST, "--device", "cpu")
+    code, _, err = command(*words, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert "own.jsonl: 3 of the 3 texts that are scored are also trained on" in err
+
+
 def test_columns_may_be_named_without_the_target(teacher: Path, tmp_path: Path, command: Command) -> None:
     rows = [{**row, "answer": row["src"].split()[0]} for row in _rows(16)]
     file = _write(tmp_path / "own.jsonl", rows)

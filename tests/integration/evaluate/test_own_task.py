@@ -275,3 +275,8 @@ def test_predictions_name_records_of_the_file_and_texts_of_both_files_are_told(
     code, _, err = command(*words)
     assert code == 0, err
     assert "a.jsonl: 10 of the 10 texts that are scored are also trained on" in err
+    assert "have one label" not in err
+    write(dev, [row for row in found if row["label"] == found[0]["label"]])
+    code, _, err = command(*words, "--metric", "matthews")
+    assert code == 0, err
+    assert "all examples of dev have one label" in err

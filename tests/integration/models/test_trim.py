@@ -73,6 +73,12 @@ def test_a_trimmed_teacher_is_a_teacher(world: World, tmp_path: Path, command: C
     code, _, err = command("trim", world.teacher, "--vocab", listed, "--out", tmp_path / "listed")
     assert code == 0, err
     assert "--corpus" not in err  # no text is read
+    pieces = len(AutoTokenizer.from_pretrained(world.teacher))
+    code, _, err = command(
+        "trim", world.teacher, "--vocab", pieces, "--corpus", world.corpus, "--out", tmp_path / "whole"
+    )
+    assert code == 0, err
+    assert f"all {pieces} pieces are kept: the model is a copy" in err
     small = World(tmp_path / "own", tmp_path / "small", text)
     assert small.dump().manifest.identity.teacher.vocab_size == len(KEPT.split()) + len(SPECIAL)
 

@@ -190,6 +190,9 @@ def test_a_slice_of_a_sentence_encoder_pools_as_its_teacher(world: World, arch: 
     ]
     assert model[1].pooling_mode == "cls"
     assert model.encode("ba be bi").shape == (24 if arch == "2x32" else 16,)
+    card = (result.path / "README.md").read_text()
+    assert ("linear maps (Dense) take 32 dimensions, and not 16" in card) == (arch == "2x16")
+    assert (result.left_out is None) == (arch == "2x32")
 
 
 def test_a_pooling_that_is_not_computed_here_is_left_out_aloud(world: World) -> None:

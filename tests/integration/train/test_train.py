@@ -250,6 +250,8 @@ def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) 
         ({"arch": ("3x32:h8",)}, "8 heads, but the cache holds relations of 4 heads"),
         ({"arch": ("3by32",)}, "write LAYERSxHIDDEN"),
         ({"arch": ("0x32",)}, "every size must be at least 1"),
+        ({"arch": ("01x32",)}, "write LAYERSxHIDDEN"),
+        ({"arch": ("1x32:ff064",)}, "write LAYERSxHIDDEN"),
         ({"arch": ("3x32:e64",)}, "embedding size 64 is above hidden size 32"),
         ({"arch": ("3x32:e8:e9",)}, "gives one of ff, h, e, b and s twice"),
         ({"arch": ("300x32",)}, "more than 256 layers"),
