@@ -352,6 +352,8 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
 
 _TURNS: Final = 5
 _REPEATS: Final = 5
+_ENOUGH_S: Final = 0.25
+"""Seconds of a model's passes in a turn after which none is repeated: long passes wobble less."""
 _BATCH_SIZE: Final = 8
 _MAX_PARAMETERS: Final = 2**32
 """Greatest number of weights of a model that is timed: a stranger's configuration must not fill memory."""
@@ -487,20 +489,27 @@ def seconds_in_turns(
         passes: functions to time, by name.
         device: device that they compute on.
         turns: number of measured turns; one more comes first and is not counted.
-        repeats: times that a pass is timed in a turn. More than one is preceded by a pass that is not timed,
-            so that the weights are in the processor's caches, as when one model serves alone.
+        repeats: most times that a pass is timed in a turn. More than one is preceded by a pass that is not
+            counted, so that the weights are in the processor's caches, as when one model serves alone. Passes
+            of a quarter of a second are neither repeated nor preceded.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in passes}
     for turn in range(turns + 1):
         for name, run in passes.items():
-            for repeat in range(repeats + (repeats > 1)):
-                started = time.perf_counter()
-                run()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if turn and (repeat or repeats == 1):
-                    seconds[name].append(time.perf_counter() - started)
+            taken = [_seconds(run, device)]
+            while repeats > 1 and len(taken) <= repeats and sum(taken) < _ENOUGH_S:
+                taken.append(_seconds(run, device))
+            if turn:
+                seconds[name] += taken[1:] or taken
     return {name: median(taken) for name, taken in seconds.items()}
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:
