@@ -41,9 +41,9 @@ from minilm_cache.dump.imported import import_vectors
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective

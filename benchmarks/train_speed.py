@@ -29,9 +29,9 @@ from benchmarks.report import add_to_result, write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session

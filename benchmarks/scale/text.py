@@ -19,8 +19,8 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import ENDS, TEXTS, TokenPart, TokenRecord, Tokens, address_of
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.load import load_tokenizer, tokenizer_sha256
 from minilm_cache.models.locate import MINI, locate_teacher
+from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
 from minilm_cache.session import Session
 from minilm_cache.settings import TokenizeConfig
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing

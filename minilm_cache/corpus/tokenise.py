@@ -52,8 +52,8 @@ from minilm_cache.errors import (
     first_line,
 )
 from minilm_cache.models.files import library_errors
-from minilm_cache.models.load import load_tokenizer, tokenizer_sha256
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
 from minilm_cache.session import ALONE, Session, awaited
 from minilm_cache.settings import CorpusSettings, TokenizeConfig
 from minilm_cache.storage_schema.arrays import token_dtype

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.template import named_template
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
-from minilm_cache.models.load import tokenizer_sha256
+from minilm_cache.models.tokenizer import tokenizer_sha256
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import Sha256, StoredModel, parse
 from minilm_cache.storage_schema.documents import FileDigest, StoredDocument

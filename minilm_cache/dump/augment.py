@@ -29,11 +29,12 @@ from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model, load_tokenizer, mask_token
+from minilm_cache.models.load import load_model
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 

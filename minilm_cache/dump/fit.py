@@ -17,7 +17,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import some_token
+from minilm_cache.models.tokenizer import some_token
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.session import Session
 from minilm_cache.signals.codec import SignalsCodec

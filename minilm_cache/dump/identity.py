@@ -22,9 +22,9 @@ from minilm_cache.dump.config import (
 )
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import refuse_no_state
-from minilm_cache.models.load import mask_token
 from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.tokenizer import mask_token
 from minilm_cache.signals.table import own_signal
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, MAX_SHARDS

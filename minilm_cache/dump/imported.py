@@ -27,12 +27,13 @@ from minilm_cache.dump.setup import ResolvedDump, identity_and_place
 from minilm_cache.errors import CorpusError, TeacherError
 from minilm_cache.models.files import VOLATILE
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.prompts import Prompts
 from minilm_cache.models.student import check_family_positions
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.signals import Signals
 from minilm_cache.session import ALONE, Session

@@ -22,10 +22,11 @@ from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, load_weights, mask_token
+from minilm_cache.models.load import load_weights
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.session import ALONE, Session

@@ -21,9 +21,10 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.models.load import read_config
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file

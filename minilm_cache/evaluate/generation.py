@@ -36,7 +36,8 @@ from minilm_cache.models.generation import (
     positions_of,
 )
 from minilm_cache.models.inputs import Inputs, Part, padded
-from minilm_cache.models.load import draw_weights, mask_token, read_config
+from minilm_cache.models.load import draw_weights, read_config
+from minilm_cache.models.tokenizer import mask_token
 
 try:
     import sacrebleu

@@ -25,12 +25,11 @@ from minilm_cache.models.load import (
     draw_weights,
     is_classifier,
     load_for_task,
-    load_tokenizer,
     read_config,
-    some_token,
 )
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
+from minilm_cache.models.tokenizer import load_tokenizer, some_token
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record

@@ -18,9 +18,9 @@ from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import CPU_PROVIDER, IDS, MASK, ExportedModel, onnx_session
 from minilm_cache.models.generation import TextGenerator, check_generates
-from minilm_cache.models.load import some_token
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
+from minilm_cache.models.tokenizer import some_token
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file

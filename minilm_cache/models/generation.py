@@ -32,8 +32,9 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs, Part
-from minilm_cache.models.load import draw_weights, load_tokenizer, load_weights, mask_token
+from minilm_cache.models.load import draw_weights, load_weights
 from minilm_cache.models.tap import gathered
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 
 NOT_PREDICTED: Final = -100
 """Label of a token that is not predicted, as transformers has it."""

@@ -25,9 +25,10 @@ from minilm_cache.models.complete import refuse_other_reading, text_length
 from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode

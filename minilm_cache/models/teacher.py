@@ -21,20 +21,12 @@ from minilm_cache.models.complete import refuse_longer_texts
 from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, weights_sha256
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import (
-    check_positions,
-    draw_weights,
-    load_model,
-    load_tokenizer,
-    read_config,
-    refuse_segments,
-    some_token,
-    tokenizer_sha256,
-)
+from minilm_cache.models.load import check_positions, draw_weights, load_model, read_config, refuse_segments
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
+from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send

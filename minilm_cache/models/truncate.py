@@ -10,9 +10,10 @@ import safetensors
 
 from minilm_cache.errors import first_line
 from minilm_cache.models.arch import read_layers
-from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, quietly
+from minilm_cache.models.load import keep_layers, load_model, quietly
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import copy_pooling
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.settings import TruncateConfig
 from minilm_cache.store.durable import new_folder, refuse_existing, storage_errors
 

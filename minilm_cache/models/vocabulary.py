@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, tokenizer_sha256
+from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.relations.scores import relation_probs
 from minilm_cache.report.compare import check_is_teacher_of, load_student
 from minilm_cache.report.plots import Picture, attention_maps

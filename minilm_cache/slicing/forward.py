@@ -17,7 +17,7 @@ from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.settings import SliceConfig
 from minilm_cache.slicing.parts import EncoderParts, LayerParts
 from minilm_cache.storage_schema.identity import PairTemplate

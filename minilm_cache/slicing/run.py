@@ -11,12 +11,13 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, load_weights, read_config
+from minilm_cache.models.load import load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask

@@ -11,17 +11,10 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
-from minilm_cache.models.load import (
-    keep_layers,
-    load_tokenizer,
-    load_weights,
-    read_config,
-    refuse_segments,
-    some_token,
-    tokenizer_sha256,
-)
+from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments
 from minilm_cache.models.student import check_family_positions, teacher_config
 from minilm_cache.models.tap import Head
+from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text

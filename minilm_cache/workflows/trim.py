@@ -14,10 +14,11 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.models.load import TaskHead, load_tokenizer, load_weights, read_config
+from minilm_cache.models.load import TaskHead, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.prompts import read_prompts
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
 from minilm_cache.session import ALONE, Session

@@ -253,7 +253,7 @@ def test_names_of_a_linear_map_may_be_anything(world: World, name: str) -> None:
 @pytest.mark.timeout(900)
 def test_mutated_tokenizers_end_in_one_line(world: World) -> None:
     """Any byte may be another one; what is no tokenizer any more is named, and nothing gives up."""
-    from minilm_cache.models.load import load_tokenizer  # noqa: PLC0415 - with its test alone
+    from minilm_cache.models.tokenizer import load_tokenizer  # noqa: PLC0415 - with its test alone
 
     file = world.teacher / "tokenizer.json"
     seed, refused = file.read_bytes(), 0

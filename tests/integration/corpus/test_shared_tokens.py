@@ -16,7 +16,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens, block_sums
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.session import Session
 from minilm_cache.store import leases
 from minilm_cache.store.checked import digest_bytes

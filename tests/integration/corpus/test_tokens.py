@@ -108,13 +108,15 @@ def test_a_script_that_processes_import(corpus: Corpus, tmp_path: Path, guard: s
         "from minilm_cache.corpus import tokenise\n"
         "from minilm_cache.corpus.load import load_corpus\n"
         "from minilm_cache.session import Session\n"
-        "from tests.support import tiny_tokenizer\n"
+        "from minilm_cache.models.tokenizer import load_tokenizer\n"
         f"tokenise._PART_BYTES = {corpus.documents.data.nbytes // 4}\n"
         f"if {guard}:\n"
         f"    corpus = load_corpus({str(tmp_path / 'text.txt')!r})\n"
         f"    home = Path({str(tmp_path)!r})\n"
-        "    tokenise.tokenise(corpus, tiny_tokenizer(), session=Session(home), num_processes=2)\n"
+        "    tokenizer = load_tokenizer(home / 'tokenizer')\n"
+        "    tokenise.tokenise(corpus, tokenizer, session=Session(home), num_processes=2)\n"
     )
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"],
         capture_output=True,

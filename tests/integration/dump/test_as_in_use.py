@@ -19,7 +19,7 @@ from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTra
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.settings import validated

@@ -17,7 +17,7 @@ from minilm_cache.dump.into_store import dump_on_ray
 from minilm_cache.dump.run import DumpResult
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.session import Session
 from minilm_cache.workflows.chain import run_chain
 from minilm_cache.workflows.study import run_study

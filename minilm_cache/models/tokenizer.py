@@ -1,8 +1,9 @@
-"""Refuse tokenizers whose rules make far more of a text than it was; a stranger's must not fill memory.
+"""Tokenizers: loading one with the special tokens that sequences are made with, and its hash.
 
+Tokenizers whose rules make far more of a text than it was are refused: a stranger's must not fill memory.
 What a rule may do is read from its description, without a text. A pattern that takes for ever cannot be seen
-so;
-the text is therefore tokenised where a stop reaches it (`corpus.tokenise`).
+so; the text is therefore tokenised where a stop reaches it (`corpus.tokenise`). This module loads no models:
+processes that cut text start in half the time without them.
 """
 
 import json
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minilm_cache.errors import TeacherError
+from minilm_cache.models.files import library_errors, read_config_file
+from minilm_cache.storage_schema.identity import canonical_sha256
 
 _SPREADING: Final = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "ByteLevel": 2}
 """Characters that one becomes at most. The first rule of each kind is free: tokenizers have one."""
@@ -28,7 +32,73 @@ _CHARSMAP_CHARS: Final = 64
 _LISTS: Final = ("normalizers", "pretokenizers", "decoders")
 
 
-def refuse_bombs(tokenizer: Tokenizer, folder: Path) -> None:
+def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that has the special tokens sequences are made with.
+
+    One without a token for padding pads with the token that ends a text: padding is never read.
+
+    Args:
+        folder: folder of the tokenizer.
+        has_ends: whether it must have `cls_token` and `sep_token`, which those of decoders lack.
+
+    Raises:
+        TeacherError: the folder has no tokenizer, or the tokenizer lacks special tokens.
+    """
+    # transformers returns an empty tokenizer where the files are missing.
+    known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+    if not any(any(folder.glob(pattern)) for pattern in known):
+        read_config_file(folder)  # a folder that is no model at all is named as what it is
+        raise TeacherError(
+            f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
+            "Save it in the same folder: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
+        )
+    with library_errors(f"cannot load a tokenizer from {folder}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+        _refuse_bombs(tokenizer.backend_tokenizer, folder)
+    if tokenizer.pad_token_id is None and not has_ends:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends = {"cls_token": tokenizer.cls_token_id, "sep_token": tokenizer.sep_token_id} if has_ends else {}
+    special = {**ends, "pad_token": tokenizer.pad_token_id}
+    missing = [name for name, identifier in special.items() if identifier is None]
+    if missing:
+        raise TeacherError(
+            f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
+        )
+    return tokenizer
+
+
+def some_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of a token that models are tried with: one that begins texts, or else pads them."""
+    tokens = (tokenizer.cls_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    return int(next(token for token in tokens if token is not None))
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the SHA-256 (hex) of a tokenizer and of the special tokens that sequences are made with."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["truncation"] = backend["padding"] = None
+    special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
+    return canonical_sha256([backend, special])
+
+
+def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of the token that replaces masked tokens.
+
+    Raises:
+        TeacherError: the tokenizer has no such token.
+    """
+    token = tokenizer.mask_token_id
+    if not isinstance(token, int):
+        raise TeacherError(
+            f"the tokenizer of {tokenizer.name_or_path} has no mask_token, which stands for tokens that are "
+            "predicted. Set it and save the tokenizer again, or leave out --labels where that asks for it."
+        )
+    return token
+
+
+def _refuse_bombs(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise TeacherError for a tokenizer that lengthens texts far more than any known one does.
 
     Args:
