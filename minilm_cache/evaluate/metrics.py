@@ -5,6 +5,7 @@ import string
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -24,11 +25,6 @@ except ModuleNotFoundError as error:
         f"evaluate needs {error.name}, which is not installed: pip install 'minilm-cache[eval]'."
     ) from error
 
-_PUNCTUATION: Final = dict.fromkeys(
-    code
-    for code in range(sys.maxunicode)
-    if chr(code) in string.punctuation or unicodedata.category(chr(code)).startswith("P")
-)
 _ARTICLES: Final = {
     "en": r"\b(a|an|the)\b",
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
@@ -39,6 +35,13 @@ _ARTICLES: Final = {
 """Articles that MLQA's scoring removes from answers, by language (Lewis et al. 2020, arXiv 1910.07475,
 section 4)."""
 _IDEOGRAPH: Final = re.compile(r"([\u4e00-\u9fa5])")
+
+
+@cache
+def _punctuation() -> dict[int, None]:
+    """Return all signs of Unicode that are punctuation, to be removed."""
+    signs = (code for code in range(sys.maxunicode) if unicodedata.category(chr(code)).startswith("P"))
+    return dict.fromkeys([*signs, *map(ord, string.punctuation)])
 
 
 def text_scores(
@@ -136,7 +139,7 @@ def _squad(
 
 def words_of(text: str, language: str) -> list[str]:
     """Return the words of an answer that MLQA's scoring compares. In Chinese each ideograph is a word."""
-    plain = text.lower().translate(_PUNCTUATION)
+    plain = text.lower().translate(_punctuation())
     if language in _ARTICLES:
         plain = re.sub(_ARTICLES[language], " ", plain)
     if language == "zh":

@@ -351,7 +351,7 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
 
 
 _TURNS: Final = 5
-_REPEATS: Final = 5
+_REPEATS: Final = 2
 _ENOUGH_S: Final = 0.25
 """Seconds of a model's passes in a turn after which none is repeated: long passes wobble less."""
 _BATCH_SIZE: Final = 8
