@@ -23,6 +23,8 @@ expected and what was found, where, and what to do.
 """
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import ClassVar, Final
 
@@ -91,6 +93,25 @@ class InvalidConfigError(MiniLMCacheError, ValueError):
 
     kind = ErrorKind.INVALID_CONFIG
     exit_code = 2
+
+
+@contextmanager
+def needs(what: str, extras: str) -> Iterator[None]:
+    """Name the extra of a package that is imported inside and is not installed.
+
+    Args:
+        what: command, option or thing that needs it, for the message.
+        extras: names of the extras, with commas between them.
+
+    Raises:
+        InvalidConfigError: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InvalidConfigError(
+            f"{what} needs {error.name}, which is not installed: pip install 'minilm-cache[{extras}]'."
+        ) from error
 
 
 class CorpusError(MiniLMCacheError, ValueError):

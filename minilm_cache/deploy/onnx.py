@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
+from minilm_cache.errors import DeviceError, first_line, needs
 from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run
 from minilm_cache.models.load import is_classifier
 from minilm_cache.models.pooling import SentenceEncoder
 
-try:
+with needs("an export", "onnx"):
     import onnx
     import onnxruntime.quantization as quantization
     import onnxscript  # noqa: F401 - torch.onnx.export needs it
     from onnxruntime.quantization.shape_inference import quant_pre_process
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"an export needs {error.name}, which is not installed: pip install 'minilm-cache[onnx]'."
-    ) from error
 
 TOLERANCE: Final = 1e-3
 """Largest allowed difference of outputs between torch and ONNX."""

@@ -8,17 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from minilm_cache.errors import DeviceError, InvalidConfigError
+from minilm_cache.errors import DeviceError, needs
 from minilm_cache.models.exported import last_line
 
-try:
+with needs("--openvino", "openvino"):
     import nncf
     import openvino
     from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"--openvino needs {error.name}, which is not installed: pip install 'minilm-cache[openvino]'."
-    ) from error
 
 
 def convert(file: Path, out: Path, batches: Sequence[Mapping[str, Tensor]] | None) -> None:

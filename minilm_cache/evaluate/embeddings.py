@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
+from minilm_cache.errors import CorpusError, InvalidConfigError, first_line, needs
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.glue import read_dev
@@ -31,15 +31,10 @@ from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existin
 from minilm_cache.store.layout import CARD
 from minilm_cache.train.folder import refuse_run_as_teacher
 
-try:
+with needs("embeddings", "sentence-transformers,eval"):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import InputModule, Transformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"embeddings needs {error.name}, which is not installed: pip install "
-        "'minilm-cache[sentence-transformers,eval]'."
-    ) from error
 
 if TYPE_CHECKING:
     from mteb import AbsTask

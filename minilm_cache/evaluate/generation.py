@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import needs
 from minilm_cache.evaluate.examples import GenerationExample, Track
 from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.generation_data import read_generation_task
@@ -39,15 +39,11 @@ from minilm_cache.models.inputs import Inputs, Part, padded
 from minilm_cache.models.load import draw_weights, read_config
 from minilm_cache.models.tokenizer import mask_token
 
-try:
+with needs("evaluate", "eval"):
     import sacrebleu
     from nltk.translate.meteor_score import meteor_score
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"evaluate needs {error.name}, which is not installed: pip install 'minilm-cache[eval]'."
-    ) from error
 
 _RANDOM: Final = 0.1
 """Share of copies that are another token, as in s2s-ft."""

@@ -11,19 +11,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import needs
 from minilm_cache.evaluate.examples import SpanExample
 from minilm_cache.evaluate.kind import Scores
 from minilm_cache.evaluate.tasks import Metric
 
-try:
+with needs("evaluate", "eval"):
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
     from torchmetrics.functional.text import squad
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"evaluate needs {error.name}, which is not installed: pip install 'minilm-cache[eval]'."
-    ) from error
 
 _ARTICLES: Final = {
     "en": r"\b(a|an|the)\b",

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import needs
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
@@ -16,13 +16,8 @@ from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import refuse_run_as_teacher
 
-try:
+with needs("--retrieval", "sentence-transformers,eval"):
     import pytrec_eval
-except ModuleNotFoundError as error:
-    raise InvalidConfigError(
-        f"--retrieval needs {error.name}, which is not installed: pip install "
-        "'minilm-cache[sentence-transformers,eval]'."
-    ) from error
 
 Vectors = npt.NDArray[np.float32]
 """Unit vectors, `(texts, width)`."""

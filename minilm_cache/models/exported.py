@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError, first_line
+from minilm_cache.errors import DeviceError, TeacherError, first_line, needs
 from minilm_cache.models.files import has_weights
 from minilm_cache.models.load import is_classifier, load_model, read_config
 from minilm_cache.models.tap import Head
@@ -174,10 +174,8 @@ def onnx_session(file: Path, provider: str = CPU_PROVIDER) -> tuple[Run, tuple[s
         InvalidConfigError: onnxruntime is not installed.
         DeviceError: onnxruntime cannot read the file, or does not support the device.
     """
-    try:
+    with needs("this model", "onnx"):
         import onnxruntime  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise missing("onnx", error) from error
     if provider not in onnxruntime.get_available_providers():
         raise DeviceError(f"onnxruntime has no {provider}. Install onnxruntime-gpu, or give --device cpu.")
     options = onnxruntime.SessionOptions()
@@ -203,10 +201,8 @@ def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
         InvalidConfigError: openvino is not installed.
         DeviceError: openvino cannot read the file.
     """
-    try:
+    with needs("this model", "openvino"):
         import openvino  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise missing("openvino", error) from error
     settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
     try:
         model: Any = openvino.Core().compile_model(file, "CPU", settings)
@@ -235,10 +231,3 @@ def _running(file: Path) -> Iterator[None]:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error, for messages: OpenVINO says first where in its code it arose."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip().rstrip(".: ")
-
-
-def missing(extra: str, error: ModuleNotFoundError) -> InvalidConfigError:
-    """Return the error about a package that is not installed, and the extra that has it."""
-    return InvalidConfigError(
-        f"this model needs {error.name}, which is not installed: pip install 'minilm-cache[{extra}]'."
-    )
