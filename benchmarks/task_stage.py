@@ -126,6 +126,7 @@ def main() -> None:
             "texts": stage.num_texts,
             "steps": RECIPES[label]["steps"],
             "seeds": given.seeds,
+            **({} if given.augment is None else {"copies": given.copies}),
             "scores": scores,
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())

@@ -395,8 +395,8 @@ def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) 
 def refuse_no_own_data(named: RetrievalData) -> None:
     """Raise CorpusError if retrieval data, or the texts beside them, are damaged or lack something."""
     read_own_data(named)
-    if named.corpus is not None and named.qrels is None:
-        refuse_no_text(named.corpus, named.text_column)
+    if named.beside is not None:
+        refuse_no_text(named.beside, named.text_column)
 
 
 def refuse_no_labels(config: TrainConfig) -> None:

@@ -227,7 +227,7 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
     Example: minilm-cache embeddings mini RUN --retrieval questions.jsonl
     """
     config = validated(EmbeddingsConfig, given)
-    refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_missing(models=models, revision=config.revision, data=config.retrieval, corpus=config.beside)
     refuse_run_as_teacher(models)
     refuse_files(save=config.save)
     refuse_no_extra("sentence-transformers", "eval", for_what="embeddings")

@@ -44,7 +44,7 @@ def mine(
     """
     config = validated(MineConfig, given)
     refuse_missing(
-        models=[model], revision=config.revision, data=config.retrieval, corpus=config.corpus, out=out
+        models=[model], revision=config.revision, data=config.retrieval, corpus=config.beside, out=out
     )
     refuse_several(model)
     refuse_too_long(config.max_length, [model], config.revision)
@@ -86,7 +86,7 @@ def rerank(
     """
     config = validated(RerankConfig, given)
     named = [*models, config.first_stage]
-    refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.corpus)
+    refuse_missing(models=named, revision=config.revision, data=config.retrieval, corpus=config.beside)
     refuse_no_own_data(config)
     refuse_no_extra("sentence-transformers", "eval", for_what="rerank")
     refuse_no_rerankers(models, config.revision)

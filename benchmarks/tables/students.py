@@ -383,6 +383,7 @@ _WAYS: Final = {
     "vectors, then fine-tuned": "after vectors",
     "task stage": "task stage",
     "task stage with labels": "with labels, too",
+    "task stage with copies": "with copies, too",
     "task stage with further pairs": "with further pairs",
 }
 

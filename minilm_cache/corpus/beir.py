@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minilm_cache.corpus.formats import texts_beside
-from minilm_cache.errors import CorpusError
+from minilm_cache.errors import CorpusError, first_line
 
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of judgements that are no query."""
@@ -161,7 +161,7 @@ def _judgements(file: Path) -> Iterator[tuple[int, tuple[str, str, int]]]:
                     )
                 yield number, (row[0], row[1], int(row[2]))
     except (OSError, UnicodeError, csv.Error) as error:
-        raise CorpusError(f"cannot read {file}: {error}. It belongs to BEIR's layout.") from error
+        raise CorpusError(f"cannot read {file}: {first_line(error)}. It belongs to BEIR's layout.") from error
 
 
 def json_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -185,7 +185,9 @@ def json_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"cannot read {where}: {error.msg} (column {error.colno}). Give records of JSON, one a line."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(f"cannot read {where}: {error}. Give records of JSON, one a line.") from error
+        raise CorpusError(
+            f"cannot read {where}: {first_line(error)}. Give records of JSON, one a line."
+        ) from error
 
 
 def text_of(row: Mapping[str, Any], name: str, where: str) -> str:

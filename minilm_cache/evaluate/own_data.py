@@ -39,11 +39,11 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
     """
     data = read_own_data(named)
-    if named.corpus is None or named.qrels is not None:
+    if named.beside is None:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
 
-    corpus = load_corpus(named.corpus, named.text_column, named.documents, home=session.home)
+    corpus = load_corpus(named.beside, named.text_column, named.documents, home=session.home)
     known = {" ".join(text.split()) for text in data.documents.values()}
     further = {" ".join(text.split()): text.strip() for text in corpus.texts()}
     name = "corpus"
@@ -55,7 +55,7 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
     if num_parts := _num_parts([data.documents[document] for document in right], further.keys() - known):
         session.progress.note(
             f"{num_parts} of {len(right)} right documents of {named.judged} stand in longer ones of "
-            f"{named.corpus}, and finding these counts as wrong. Take whole documents as answers."
+            f"{named.beside}, and finding these counts as wrong. Take whole documents as answers."
         )
     return replace(data, documents={**added, **data.documents})
 

@@ -215,6 +215,11 @@ class RetrievalData(ColumnSettings):
         """What says which documents are right: `retrieval`, or `qrels`. None means that nothing does."""
         return self.retrieval or self.qrels
 
+    @property
+    def beside(self) -> str | None:
+        """The text that is searched beside the documents of `retrieval`. None means that there is none."""
+        return self.corpus if self.qrels is None else None
+
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "RetrievalData":
         if (self.qrels is None) != (self.queries is None) or (self.qrels and not self.corpus):

@@ -179,8 +179,9 @@ def test_files_of_queries_documents_and_judgements_may_stand_anywhere(
     command.fails(*start, *named, code=1, says=("right.tsv, line 1", "no document 'D99' in texts.jsonl"))
     files["--qrels"].write_text("Q0\tD0\t0\n")
     command.fails(*start, *named, code=1, says=("--qrels", "right.tsv: no query has a right document"))
-    files["--queries"].unlink()
-    command.fails(*start, *named, code=1, says=("cannot read", "asked.jsonl"))
+    for option in ("--queries", "--corpus", "--qrels"):
+        files[option].unlink()
+        command.fails(*start, *named, code=1, says=("cannot read", files[option].name, "No such file"))
 
 
 def test_the_interval_holds_the_mean_of_most_resamples() -> None:
