@@ -134,7 +134,7 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
         "relative error of hidden states": ", ".join(f"{error:.2f}" for error in result.errors),
     }
     if result.left_out is not None:
-        pairs["without, of its pooling"] = result.left_out
+        pairs["left out"] = result.left_out
     if result.kl is not None:
         kls = ", ".join(f"{kind} {kl:.4f}" for kind, kl in result.kl.items())
         pairs["KL(teacher, slice), nats"] = f"{kls}, on text that it was not fitted to"

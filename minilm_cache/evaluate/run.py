@@ -218,8 +218,8 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
             labels = [each.label for each in examples if isinstance(each, TextExample)]
             if len(labels) > 1 and len(set(labels)) == 1:
                 session.progress.note(
-                    f"{task.title}{language}: all examples of {name} have one label; of them only accuracy "
-                    "says something"
+                    f"{task.title}{language}: all examples of {name} have one label, so that only their "
+                    "accuracy says something"
                 )
     return kind, tracks
 

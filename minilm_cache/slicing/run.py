@@ -156,5 +156,5 @@ def _card(source: TeacherSource, shape: StudentShape, result: SliceResult) -> st
             f"KL(teacher, slice) of the last layer's relations on further text, nats: {words}.",
         ]
     if result.left_out is not None:
-        lines = [*lines, "", f"It lacks of the teacher's pooling: {result.left_out}"]
+        lines = [*lines, "", f"Left out of the teacher's pooling: {result.left_out}"]
     return "\n".join([*lines, ""])
