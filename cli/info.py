@@ -19,6 +19,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, validated
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
+from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.report.similarity import LayerSimilarity
@@ -89,7 +90,9 @@ def _show_run(path: Path, *, json: bool) -> None:
         "run": path,
         "state": "complete" if record.complete else _unfinished(last_logged_step(path), identity.steps),
         "cache": record.cache,
-        "objective": f"{identity.objective}, from {identity.describes_layers()}",
+        **({"also": ", ".join(record.also)} if record.also else {}),
+        "objective": f"{identity.objective}, from {identity.describes_layers()}"
+        + (f", and of {counted(len(record.also), 'other')}" if record.also else ""),
         "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}"
         + "".join(f", over at step {step:,} and continued" for step in record.continued_at),
     }

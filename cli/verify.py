@@ -94,7 +94,7 @@ def _print_recheck(again: "Recheck") -> None:
     print_table("The teacher, run again on a sample (nats)", columns, rows)
     if again.states:
         print_table(
-            "States, in addition to relations",
+            "States",
             ["state", "relative error, or bias of labels", "allowed"],
             [[state.path, f"{state.found:.4f}", f"{state.allowed:.4f}"] for state in again.states],
         )

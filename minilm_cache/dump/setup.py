@@ -20,6 +20,7 @@ from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfi
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import leaves_prompts_out
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.config import COMPARING
@@ -255,6 +256,11 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
     corpus = text_of(config, teacher, session.home)
     if corpus.prompt is not None:
         session.progress.note(f"each text begins with the prompt {corpus.prompt!r}")
+    if teacher.prompts.by_name and leaves_prompts_out(teacher.folder):
+        session.progress.note(
+            f"teacher {config.teacher} leaves its prompts out of its pooling (include_prompt), which "
+            "students do not do; they get none of them"
+        )
     session.progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "

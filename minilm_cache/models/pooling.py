@@ -242,6 +242,17 @@ def projection_to(width: int, hidden_size: int, *, bias: bool = True) -> list[De
     return [DenseLayer(nn.Linear(hidden_size, width, bias=bias), nn.Identity())]
 
 
+def leaves_prompts_out(folder: Path) -> bool:
+    """Return whether the pooling of a sentence encoder leaves out the tokens of its prompts.
+
+    Raises:
+        TeacherError: a file is damaged.
+    """
+    return any(
+        read_json(file).get("include_prompt") is False for file in folder.glob("*_Pooling/config.json")
+    )
+
+
 def num_map_weights(folder: Path) -> int:
     """Return the weights of the linear maps in a sentence encoder's folder; 0 where there are none.
 

@@ -23,7 +23,7 @@ from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, w
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import check_positions, draw_weights, load_model, read_config, refuse_segments
 from minilm_cache.models.locate import TeacherSource
-from minilm_cache.models.pooling import SentencePooler, load_pooler
+from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
 from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
@@ -188,8 +188,10 @@ class Teacher:
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
         similarity = read_similarity(self.folder)
-        if self.prompts.by_name or similarity is not None:
-            files[TEACHER_PROMPTS] = self.prompts.to_json(similarity)
+        # Students pool all tokens: prompts that the teacher leaves out would change their vectors.
+        prompts = Prompts({}, None) if leaves_prompts_out(self.folder) else self.prompts
+        if prompts.by_name or similarity is not None:
+            files[TEACHER_PROMPTS] = prompts.to_json(similarity)
         return files
 
     @property

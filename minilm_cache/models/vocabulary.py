@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Int
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -281,13 +282,18 @@ class Pieces:
         vocab, unknown = smaller.get_vocab(), smaller.unk_token_id
         piece_of = {number: piece for piece, number in self._ids.items()}
         prefix = self._model.get("continuing_subword_prefix") or ""
+        suffix = self._model.get("end_of_word_suffix") or ""
+        whole = smaller.backend_tokenizer.model
+        inner = _without_suffix(smaller.backend_tokenizer).model if suffix else whole
         spelled = {}
         for number in lost:
             piece = piece_of[number]
             if prefix and piece.startswith(prefix):
                 ids = _longest_first(piece, prefix, vocab)
             else:
-                ids = [token.id for token in smaller.backend_tokenizer.model.tokenize(piece)]
+                # The suffix is added to what is taken for a whole word.
+                model = whole if suffix and piece.endswith(suffix) else inner
+                ids = [token.id for token in model.tokenize(piece.removesuffix(suffix))]
             spelled[number] = ids or [unknown]
         return spelled
 
@@ -297,6 +303,13 @@ def _batches(rows: Iterable[npt.NDArray[np.integer]]) -> Iterator[list[npt.NDArr
     left = iter(rows)
     while batch := list(islice(left, _BATCH)):
         yield batch
+
+
+def _without_suffix(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that cuts parts of words, whose ends it does not mark."""
+    document = json.loads(tokenizer.to_str())
+    document["model"]["end_of_word_suffix"] = None
+    return Tokenizer.from_str(json.dumps(document))
 
 
 def _longest_first(piece: str, prefix: str, vocab: Mapping[str, int]) -> list[int]:
@@ -406,8 +419,13 @@ class StudentTokens(ABC):
     def pad_token(self) -> int:
         """Id that fills up the sequences that students read."""
 
-    def check_places(self) -> None:  # noqa: B027 - most read any text
-        """Raise InvalidConfigError if what is learned of tokens cannot be, because they lose their places."""
+    @abstractmethod
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError if what is learned of tokens cannot be, because they lose their places.
+
+        Args:
+            reads_texts: whether something is learned of whole texts, too.
+        """
 
     @abstractmethod
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
@@ -438,9 +456,18 @@ class OtherTokenizer(StudentTokens):
         """Id that fills up the sequences that students read."""
         return int(self.tokenizer.pad_token_id)
 
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError: the other tokenizer's tokens have other places."""
+        del reads_texts
+        raise InvalidConfigError(
+            "students of this donor have another tokenizer than the cache, and what is learned of single "
+            "tokens has no place there. Take a donor with the tokenizer of the cache, or learn of whole "
+            "texts alone (--objective embedding)."
+        )
+
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
-        assert most is not None, "what is learned of tokens was refused before"
+        assert most is not None, "`check_places` refuses what is learned of tokens"
         rows = [
             row[:length].tolist() for row, length in zip(inputs.ids, inputs.lengths.tolist(), strict=True)
         ]
@@ -479,8 +506,14 @@ class Vocabulary(StudentTokens):
             sizes = torch.tensor([len(ids) for ids in spelled.values()])
             self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
 
-    def check_places(self) -> None:
-        """Raise InvalidConfigError if a lost piece could only be read as another token."""
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError if a lost piece could only be read as another token, or in two ways."""
+        if self._has_lost and reads_texts:
+            raise InvalidConfigError(
+                "--vocab: pieces that students lack are read as unknown ones where single tokens are "
+                "learned, and are spelled by other pieces where whole texts are, as later in use. Learn one "
+                "after the other (--first), or leave --vocab out and trim the student afterwards."
+            )
         if self._has_lost and self.tokenizer.unk_token_id is None:
             raise InvalidConfigError(
                 "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack are "

@@ -52,6 +52,11 @@ class Needs:
     """The last layer's relations. They are stored for every objective that is not content with other things,
     so that the cache serves `minilm`, too."""
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether something that is learned belongs to single tokens."""
+        return bool(self.relations or self.vectors or self.hidden or self.masked_hidden or self.labels)
+
     def with_(self, other: "Needs") -> "Needs":
         """Return what a cache must hold to serve both."""
         return Needs(

@@ -167,7 +167,7 @@ class BatchReader:
         # Texts may get other numbers of tokens where nothing that is learned belongs to a token.
         self._most = None if by_token or wanted.kinds else cache.manifest.identity.packing.max_length
         if tokens is not None and self._most is None:
-            tokens.check_places()
+            tokens.check_places(reads_texts=len(by_token) < len(paths))
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
         """Yield this process's parts of steps without end; segments and the next step are read ahead.

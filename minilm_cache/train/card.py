@@ -95,8 +95,17 @@ def save_student(
                 head=head,
                 similarity=_similarity(trainer),
                 vocabulary=run.vocabulary,
+                prompt_name=_named_prompt(reader),
             )
         )
+
+
+def _named_prompt(reader: CacheReader) -> str | None:
+    """Return the prompt of every text that `encode` must be told. None means that there is none to tell."""
+    prompts, words = student_prompts(reader), reader.manifest.identity.packing.prompt
+    if words is None or prompts.default is not None:
+        return None
+    return next(name for name, prompt in prompts.by_name.items() if prompt == words)
 
 
 def _similarity(trainer: StudentTrainer) -> str | None:
@@ -265,6 +274,7 @@ def student_card(
     head: Head | None,
     similarity: str | None = None,
     vocabulary: VocabularyRecord | None = None,
+    prompt_name: str | None = None,
 ) -> str:
     """Return the model card.
 
@@ -276,6 +286,7 @@ def student_card(
         head: head of the student. None means no head.
         similarity: what compares its vectors of texts. None means that it has none.
         vocabulary: the pieces that the student has. None means all of the teacher's.
+        prompt_name: name of the prompt that texts begin with. None means none, or the default one.
     """
     states, pair = manifest.identity.states, manifest.identity.packing.pair
     is_scorer = head == "sequences" and pair is not None and states is not None and states.num_classes == 1
@@ -303,6 +314,7 @@ def student_card(
         record=record,
         untrained=untrained,
         vocabulary=vocabulary,
+        prompt_name=prompt_name,
         measure=measure_in_words(identity, record),
         use=use,
         similarity=similarity,

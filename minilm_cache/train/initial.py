@@ -355,7 +355,7 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
     ):
         return None
     needs = config.spec.needs
-    if not (needs.pooled or needs.logits):
+    if needs.of_tokens or not (needs.pooled or needs.logits):
         raise InvalidConfigError(
             f"--init-teacher {config.init_teacher}: its tokenizer is not the one of this cache, and "
             f"objective {config.objective} learns of single tokens. Take a donor with that tokenizer, or "

@@ -56,6 +56,11 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
     assert states.pooled is not None
     refuse_existing(out, "OUT")
     width = states.pooled.width
+    if opened.manifest.labels.role_column is not None or opened.manifest.identity.packing.prompt is not None:
+        session.progress.note(
+            "texts are written with the prompts that they begin with, and a cache that is imported from the "
+            "file has no prompts: its students' texts must begin with them, too"
+        )
     session.progress.start("export", len(opened), "sequences")
     remove_partials(out)
     with (

@@ -23,6 +23,7 @@ from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.card import student_prompts
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
@@ -241,6 +242,8 @@ def test_prompts_stand_before_texts_and_students_have_them(
     opened = SentenceTransformer(str(student), device="cpu")
     given = {"prompt": prompt} if "prompt" in settings else {}
     assert opened.prompts == ROLES["prompts"] | given
+    told = prompt != "" and opened.default_prompt_name is None
+    assert ("prompt_name=" in (student / "README.md").read_text()) == told
     # A default that the student has not read is none of its own.
     assert opened.default_prompt_name == (default if prompt == ROLES["prompts"].get(default) else None)
     ours = sentence_encoder(Evaluated(name="student", folder=student), 32, "cpu")
@@ -308,6 +311,9 @@ def test_a_column_names_the_prompt_of_each_text(world: World, command: Command, 
     code, _, err = command("verify", path, "--teacher", world.teacher, "--corpus", world.corpus)
     assert code == 0, err
     assert "named by column 'role'" in command("info", path)[1]
+    code, _, err = command("export", path, world.root / "vectors.parquet")
+    assert code == 0, err
+    assert "texts are written with the prompts that they begin with" in err
 
     words = ("dump", "--teacher", world.teacher, "--for", "embedding", "--max-length", 32)
     text = write_corpus(world.root / "t.txt")
@@ -340,6 +346,11 @@ def test_prompts_that_are_not_there_are_refused(world: World, command: Command) 
     pooling = next(world.teacher.glob("1_Pooling/config.json"))
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
     command.fails(*words, "--prompt-name", "query", code=1, says="include_prompt")
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert "leaves its prompts out of its pooling" in err
+    # A student pools the tokens of its prompts, too: the teacher's would not do to it what they do there.
+    assert student_prompts(open_cache(str(world.root / "cache")).reader).by_name == {}
 
 
 def test_prompts_do_not_stand_in_the_way_of_caches_that_lack_them(world: World, command: Command) -> None:

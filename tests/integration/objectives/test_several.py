@@ -92,7 +92,9 @@ def test_a_turned_map_keeps_products(width: int) -> None:
 
 
 @pytest.mark.parametrize("loss", [("cosine",), ("similarity",), ("centred", "neighbours")])
-def test_a_student_of_two_teachers_learns_and_opens(world: World, loss: tuple[str, ...]) -> None:
+def test_a_student_of_two_teachers_learns_and_opens(
+    world: World, loss: tuple[str, ...], command: Command
+) -> None:
     settings: dict[str, Any] = {
         "objective": "embedding",
         "loss": loss,
@@ -111,6 +113,9 @@ def test_a_student_of_two_teachers_learns_and_opens(world: World, loss: tuple[st
     assert encoded.shape == (2, 16)  # the student's own width, and not that of all teachers
     np.testing.assert_allclose(np.linalg.norm(encoded, axis=1), 1, atol=1e-5)
     assert "of another teacher over the same texts" in (folder / "README.md").read_text()
+    shown = command("info", run.path)[1]
+    assert also[0] in shown
+    assert "and of 1 other" in shown
     assert f"--also {also[0]}" in train_command(TrainedRun.open(run.path))
     assert students_table([TrainedRun.open(run.path)])["needed_bytes_per_token"][0].as_py() > 0
 

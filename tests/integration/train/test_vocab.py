@@ -117,6 +117,9 @@ def test_what_cannot_be_asked_for(few: World, tmp_path: Path, command: Command) 
     for vocab, says in (("texts", "goes with trim"), ("none.txt", "no such file"), ("2", "5 pieces")):
         with pytest.raises(InvalidConfigError, match=says):
             few.train("x", vocab=vocab)
+    few.train("all", objective="minilm,embedding", vocab="cache")
+    with pytest.raises(InvalidConfigError, match="spelled by other pieces where whole texts are"):
+        few.train("x", objective="minilm,embedding", vocab="9")
     assert not (few.root / "x").exists()
     words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--assistant", "2x32")
     more = ("--vocab", "cache", "--arch", "1x16", "--out", tmp_path / "chain")

@@ -66,6 +66,19 @@ def bpe() -> Tokenizer:
     return tokenizer
 
 
+def bpe_with_ends() -> Tokenizer:
+    """Return a tokenizer that marks the ends of words, as GPT's first one does."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=90, special_tokens=SPECIAL, show_progress=False, end_of_word_suffix="</w>"
+    )
+    tokenizer.train_from_iterator(texts(400), trainer)
+    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 0))
+    return tokenizer
+
+
 def words() -> Tokenizer:
     """Return a tokenizer of whole words."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -93,6 +106,7 @@ def unigram() -> Tokenizer:
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "WordPiece": wordpiece,
     "BPE": bpe,
+    "BPE with ends": bpe_with_ends,
     "Unigram": unigram,
     "WordLevel": words,
 }
@@ -155,7 +169,7 @@ def test_coverage_is_what_counting_gives(kind: str) -> None:
     assert pieces.coverage(kept, []) is None
 
 
-@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "BPE with ends", "Unigram"])
 def test_lost_pieces_are_spelled_by_kept_ones(kind: str) -> None:
     pieces = PIECES[kind]
     kept = pieces.chosen(counts(pieces, texts(8)), len(pieces.always) + 12)
@@ -171,7 +185,21 @@ def test_lost_pieces_are_spelled_by_kept_ones(kind: str) -> None:
     assert sum(smaller.unk_token_id in ids for ids in spelled.values()) < len(spelled)
 
 
-@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
+def test_ends_of_words_are_spelled_as_the_smaller_tokenizer_cuts_them() -> None:
+    pieces, lines = PIECES["BPE with ends"], texts(60)
+    counted = counts(pieces, lines)
+    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 20))
+    for line in lines:
+        ids = pieces.tokenizer(line)["input_ids"]
+        own = vocabulary.row(torch.tensor(ids), 512).tolist()
+        assert vocabulary.tokenizer.unk_token_id not in own
+        assert vocabulary.tokenizer.decode(own) == pieces.tokenizer.decode(ids)
+        # Each word ends with one piece that marks an end, and no other piece of it does.
+        tokens = vocabulary.tokenizer.convert_ids_to_tokens(own)
+        assert sum(token.endswith("</w>") for token in tokens) == len(line.split())
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "BPE with ends", "Unigram"])
 def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
     pieces = PIECES[kind]
     lines = texts(20)
@@ -203,12 +231,14 @@ def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: b
     everything = Vocabulary(pieces, counted, pieces.chosen(counted, None))
     some = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 5))
 
-    everything.check_places()
+    everything.check_places(reads_texts=True)
+    with pytest.raises(InvalidConfigError, match="spelled by other pieces where whole texts are"):
+        some.check_places(reads_texts=True)
     if has_unknown:
-        some.check_places()
+        some.check_places(reads_texts=False)
         return
     with pytest.raises(InvalidConfigError, match="this tokenizer has no unknown token"):
-        some.check_places()
+        some.check_places(reads_texts=False)
 
 
 def test_a_file_lists_pieces(tmp_path: Path) -> None:
