@@ -99,6 +99,7 @@ def audit(
     layers, pair = cache.layers, cache.manifest.identity.packing.pair
     if not layers:
         return ()
+    batch_size = teacher.at_once(batch_size)
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {(layer, kind): _Sums() for layer in layers for kind in kinds}
     for start in range(0, len(numbers), batch_size):
@@ -189,7 +190,7 @@ def audit_states(
     codec = cache.signals_codec
     if codec is None:
         return ()
-    batch_size = sequences_at_once(cache.manifest.identity, batch_size)
+    batch_size = reader.teacher.at_once(sequences_at_once(cache.manifest.identity, batch_size))
     registered = tuple(name for name in codec.everything if name.signal in SIGNALS)
     errors: dict[str, _ErrorSums] = {}
     bias: list[Tensor] = []

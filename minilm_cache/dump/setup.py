@@ -256,6 +256,11 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
     corpus = text_of(config, teacher, session.home)
     if corpus.prompt is not None:
         session.progress.note(f"each text begins with the prompt {corpus.prompt!r}")
+    if teacher.reads_padding:
+        session.progress.note(
+            f"teacher {config.teacher} computes other hidden states beside padding, so it reads sequences "
+            "one by one"
+        )
     if teacher.prompts.by_name and leaves_prompts_out(teacher.folder):
         session.progress.note(
             f"teacher {config.teacher} leaves its prompts out of its pooling (include_prompt), which "

@@ -167,6 +167,7 @@ class ShardJob:
         with this batch size.
         """
         size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
+        size = self.reader.teacher.at_once(size)
         return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
 
     def _begin(self, sequences: range, *, ends_shard: bool) -> Segment:

@@ -50,6 +50,8 @@ _LOADED_BYTES: Final = 4
 _MOST_OF_BYTE: Final = 127
 _SAME: Final = 1e-2
 """Greatest relative difference of hidden states that count as the same, in any precision."""
+_SAME_EXACTLY: Final = 1e-3
+"""The same in float32."""
 
 
 class Teacher:
@@ -210,29 +212,40 @@ class Teacher:
             TeacherError: it pads batches on the left, and computes other hidden states then.
         """
         refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length=max_length)
-        if self.tokenizer.padding_side == "left" and not self._is_same_behind_padding():
+        if self.tokenizer.padding_side == "left" and not self._is_same_beside_padding(is_before=True):
             raise TeacherError(
                 f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden "
                 "states, so its vectors depend on the batch. Set padding_side to right in its "
                 "tokenizer_config.json."
             )
 
+    @cached_property
+    def reads_padding(self) -> bool:
+        """Whether padding behind a sequence changes what it computes, as convolutions over tokens let it."""
+        return not self._is_same_beside_padding(is_before=False)
+
+    def at_once(self, most: int) -> int:
+        """Return how many sequences share a forward pass: `most`, or one where padding would change them."""
+        return 1 if self.reads_padding else most
+
     @torch.no_grad()
-    def _is_same_behind_padding(self) -> bool:
-        """Return whether padding before a sequence leaves its last hidden states as they are."""
+    def _is_same_beside_padding(self, *, is_before: bool) -> bool:
+        """Return whether padding before or behind a sequence leaves its last hidden states as they are."""
         padding = torch.full((1, 3), int(self.tokenizer.pad_token_id), device=self.device)
         special = {*self.tokenizer.all_special_ids, self.tokenizer.pad_token_id}
         # Ordinary tokens: embeddings of padding, and all that follows from them, may be 0.
         ordinary = (number for number in range(len(self.tokenizer)) if number not in special)
         ids = torch.tensor([list(islice(ordinary, 5))], device=self.device)
-        padded = torch.cat([padding, ids], 1)
-        mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
-        alone, behind = (
-            self.model.base_model(input_ids=words, attention_mask=seen).last_hidden_state[0, -ids.shape[1] :]
+        order = 1 if is_before else -1
+        padded = torch.cat([padding, ids][::order], 1)
+        mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)][::order], 1)
+        chosen = slice(-ids.shape[1], None) if is_before else slice(ids.shape[1])
+        alone, beside = (
+            self.model.base_model(input_ids=words, attention_mask=seen).last_hidden_state[0, chosen].float()
             for words, seen in ((ids, None), (padded, mask))
         )
-        alone, behind = alone.float(), behind.float()
-        return bool(torch.linalg.norm(behind - alone) < _SAME * torch.linalg.norm(alone))
+        allowed = _SAME if is_before or self.precision != "float32" else _SAME_EXACTLY
+        return bool(torch.linalg.norm(beside - alone) < allowed * torch.linalg.norm(alone))
 
     def pooler(self, mode: PoolingMode | None) -> SentencePooler:
         """Return what pools its last hidden states, on its device.

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AlbertConfig, AutoModel, FunnelConfig, PreTrainedConfig, XLNetConfig
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    ConvBertConfig,
+    FunnelConfig,
+    MPNetConfig,
+    PreTrainedConfig,
+    XLNetConfig,
+)
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import TeacherError
@@ -18,6 +26,7 @@ from minilm_cache.storage_schema.states import POOLED
 from tests.conftest import Command
 from tests.support import VOCABULARY, save_teacher, tiny_tokenizer, write_corpus, write_groups
 
+HIDDEN: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 ALBERT: dict[str, Any] = {"hidden_size": 32, "embedding_size": 16, "num_hidden_layers": 3}
 OTHERS: dict[str, PreTrainedConfig] = {
     "albert of inner groups": AlbertConfig(
@@ -126,3 +135,35 @@ def test_a_model_of_one_segment_reads_no_pairs_with_two(tmp_path: Path, command:
         code=1,
         says=says,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "is_alone"),
+    [
+        (ConvBertConfig(**HIDDEN, num_hidden_layers=2, embedding_size=16, vocab_size=len(VOCABULARY)), True),
+        (MPNetConfig(**HIDDEN, num_hidden_layers=2, vocab_size=len(VOCABULARY)), False),
+    ],
+    ids=["convbert", "mpnet"],
+)
+def test_what_padding_changes_is_read_without_padding(
+    tmp_path: Path, command: Command, config: PreTrainedConfig, is_alone: bool
+) -> None:
+    """Convolutions over tokens see padding: a text's vector is what it is alone."""
+    folder = saved(tmp_path / "teacher", config)
+    write_corpus(tmp_path / "corpus.txt")
+    cache = tmp_path / "cache"
+    code, _, err = command(
+        *("dump", "--teacher", folder, "--corpus", tmp_path / "corpus.txt", "--for", "embedding"),
+        *("--pooling", "mean", "--min-cosine", 0.99999, "--max-length", 32, "--out", cache),
+    )
+    assert code == 0, err
+    assert ("so it reads sequences one by one" in err) == is_alone
+    model = AutoModel.from_pretrained(folder).eval()
+    for sequence in open_cache(str(cache)):
+        with torch.no_grad():
+            alone = model(sequence.input_ids[None].long()).last_hidden_state[0].mean(0)
+        stored = sequence.states()[POOLED][0]
+        assert float(torch.cosine_similarity(stored, alone, 0)) > 0.9998
+    words = ("--teacher", folder, "--corpus", tmp_path / "corpus.txt")
+    code, _, err = command("verify", cache, "--full", *words)
+    assert code == 0, err
