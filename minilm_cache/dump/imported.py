@@ -181,6 +181,11 @@ class ImportedTeacher(Teacher):
         """Nothing: the prompts in the folder are of another model than the one that made the vectors."""
         return Prompts({}, None)
 
+    @cached_property
+    def reads_padding(self) -> bool:
+        """False: nothing is computed."""
+        return False
+
     def refuse_segments(self, pair: PairTemplate | None) -> None:
         """Refuse nothing: what read the pairs is not known."""
 
