@@ -34,7 +34,10 @@ from tests.unit.store.support import Recorder
 def cluster() -> Iterator[RayCluster]:
     """Return a cluster of two workers on this machine."""
     ray.shutdown()  # a test before may have begun a cluster in this process
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patched:
+        # Ray's workers have the least priority, with which they starve beside the other tests.
+        patched.setenv("RAY_worker_niceness", "0")
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield RayCluster()
     ray.shutdown()
 
