@@ -166,8 +166,8 @@ class ShardJob:
         Sequences of the same length share a batch: the least padding, and the same batches in every run
         with this batch size.
         """
-        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
-        size = self.reader.teacher.at_once(size)
+        fitting = sequences_at_once(self.writer.manifest.identity, self.batch_size)
+        size = self.reader.teacher.at_once(fitting)
         return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
 
     def _begin(self, sequences: range, *, ends_shard: bool) -> Segment:

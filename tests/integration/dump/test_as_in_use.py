@@ -349,7 +349,7 @@ def test_prompts_that_are_not_there_are_refused(world: World, command: Command) 
     code, _, err = command(*words)
     assert code == 0, err
     assert "leaves its prompts out of its pooling" in err
-    # A student pools the tokens of its prompts, too: the teacher's would not do to it what they do there.
+    # A student would pool the tokens of these prompts, and so give other vectors than the teacher.
     assert student_prompts(open_cache(str(world.root / "cache")).reader).by_name == {}
 
 
