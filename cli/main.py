@@ -7,7 +7,8 @@ Commands import the library in their bodies, so that `--help` is fast.
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Final
+from functools import cache
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -105,12 +106,18 @@ def _root(
     """
 
 
+@cache
+def _command() -> Callable[..., Any]:
+    """Return the command line, made once: programs and notebooks may run many commands."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; an error is shown as one line on stderr."""
     try:
         settle_process(arguments)
         _refuse_slips(arguments)
-        code = app(list(arguments) or ["--help"], prog_name="minilm-cache", standalone_mode=False)
+        code = _command()(list(arguments) or ["--help"], prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:
         return _fail(arguments, error.kind, message=str(error), exit_code=error.exit_code)
     except typer.TyperException as error:

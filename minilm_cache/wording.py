@@ -6,8 +6,12 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _LONGEST: Final = 200
 """Most characters of a value in a message."""
@@ -73,6 +77,12 @@ def rendered(package: str, template: str, **values: object) -> str:
         template: name of the file, whose syntax is Jinja's.
         values: what the template names; naming another is an error.
     """
+    return _template(package, template).render(values)
+
+
+@cache
+def _template(package: str, template: str) -> "Template":
+    """Return a compiled template: a study writes hundreds of cards from three of them."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - only cards need it
 
     environment = Environment(
@@ -85,7 +95,7 @@ def rendered(package: str, template: str, **values: object) -> str:
     )
     environment.filters["markdown"] = markdown
     environment.filters["number"] = _number_or
-    return environment.get_template(template).render(values)
+    return environment.get_template(template)
 
 
 def _number_or(value: float | None, form: str, otherwise: str = "") -> str:

@@ -6,9 +6,8 @@ together, and follow each other in a cache.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import datasets
 import xxhash
 
 from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
@@ -24,6 +23,9 @@ from minilm_cache.corpus.records import (
 )
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.storage_schema.identity import Truncation
+
+if TYPE_CHECKING:
+    import datasets
 
 BETWEEN: Final = "\x1e"
 """Stands between the two texts of a pair, neither of which holds it."""
@@ -86,7 +88,7 @@ class PairColumns(NamedTuple):
         holds_list = row is not None and isinstance(row[self.seconds[0]], list)
         return self._replace(are_groups=self.are_groups or holds_list)
 
-    def seen_in(self, source: Path | datasets.Dataset, name: str = "") -> "PairColumns":
+    def seen_in(self, source: "Path | datasets.Dataset", name: str = "") -> "PairColumns":
         """Return the columns, of groups if the first record of a source holds a list of documents.
 
         Args:
@@ -119,7 +121,7 @@ def refuse_uneven_cut(truncation: Truncation | None) -> None:
 
 
 def read_pairs(
-    source: Path | datasets.Dataset, columns: PairColumns, known: Known | None = None, *, name: str = ""
+    source: "Path | datasets.Dataset", columns: PairColumns, known: Known | None = None, *, name: str = ""
 ) -> Iterator[Record]:
     """Yield the pairs of texts of a file or of a data set, each as one text with `BETWEEN` between them.
 
@@ -141,11 +143,11 @@ def read_pairs(
 
 
 def _rows(
-    source: Path | datasets.Dataset, columns: PairColumns, name: str
+    source: "Path | datasets.Dataset", columns: PairColumns, name: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record is, and its columns."""
     option = f"{_OPTION}, --score-columns" if columns.scores else _OPTION
-    if isinstance(source, datasets.Dataset):
+    if not isinstance(source, Path):
         return dataset_rows(source, name, columns.every, option=option)
     if judged_files(source):
         return judged_groups(source, columns.every)

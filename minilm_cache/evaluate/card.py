@@ -10,12 +10,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from minilm_cache.errors import InvalidConfigError, first_line
-from minilm_cache.evaluate.generation import GenerationKind
-from minilm_cache.evaluate.kinds import kind_of
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.settings import TrialRecord
-from minilm_cache.evaluate.tasks import TASKS, Task
-from minilm_cache.evaluate.texts import TextKind
+from minilm_cache.evaluate.tasks import TASKS, GenerationTask, Task, TextTask
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 
 
@@ -221,8 +218,8 @@ def _results(summary: Summary) -> list[EvalResult]:
 def _card_type(task: Task | None, scores: Mapping[str, Score]) -> str:
     """Return the name of a task's kind on the hub; one's own task says by its metrics what it is."""
     if task is not None:
-        return kind_of(task).card_type
-    return GenerationKind.card_type if "rougeL" in scores else TextKind.card_type
+        return task.card_type
+    return GenerationTask.card_type if "rougeL" in scores else TextTask.card_type
 
 
 def _section(summary: Summary) -> str:

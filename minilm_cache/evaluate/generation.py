@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,6 @@ class _EncodedTexts(EncodedSet[GenerationExample]):
 
 class GenerationKind(Kind[GenerationTask, GenerationExample]):
     """Texts that are generated from texts. Predictions are the generated texts, in order."""
-
-    card_type: ClassVar[str] = "text-generation"
 
     def configured(self, config: EvaluateConfig) -> "GenerationKind":
         """Return the kind with the task's settings as they were given; see `Kind.configured`."""

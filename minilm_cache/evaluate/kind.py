@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,6 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
     """A task, and all that differs between kinds of tasks."""
 
     task: AnyTask
-    card_type: ClassVar[str]
-    """Name of the kind in model cards of the hub."""
 
     def configured(self: AnyKind, config: EvaluateConfig) -> AnyKind:
         """Return the kind with the task's lengths and other settings as they were given.

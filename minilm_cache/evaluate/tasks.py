@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.models.decoding import Decoding
@@ -50,6 +50,8 @@ class Recipe:
 class TextTask:
     """A task whose examples are one or two texts and a label."""
 
+    card_type: ClassVar[str] = "text-classification"
+    """Name of such tasks in model cards of the hub."""
     name: str
     title: str
     """Name in tables, of the folder and of the file for the benchmark's server."""
@@ -106,6 +108,7 @@ class TextTask:
 class SpanTask:
     """A task whose answers are spans of a context, in files of SQuAD's JSON."""
 
+    card_type: ClassVar[str] = "question-answering"
     name: str
     title: str
     """Name in tables and of the folder."""
@@ -163,6 +166,7 @@ class Generation(FrozenSettings):
 class GenerationTask:
     """A task whose answers are generated from a text."""
 
+    card_type: ClassVar[str] = "text-generation"
     name: str
     title: str
     """Name in tables and of the folder."""

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,6 @@ _Values = npt.NDArray[np.float64]
 
 class TextKind(Kind[TextTask, TextExample]):
     """Classes, or values on a scale, of single texts or of pairs. Predictions are `(examples,)`."""
-
-    card_type: ClassVar[str] = "text-classification"
 
     def read(self, source: Source) -> list[Track[TextExample]]:
         """Return the tracks of the task, several of one in several languages; see `Kind.read`."""

@@ -3,8 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -402,6 +402,21 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
         CacheCorruptError: the configuration does not describe a model.
         InvalidConfigError: the model has fewer positions than `length`.
     """
+    return _size(_Described(config.to_json_string(use_diff=False), config), length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A configuration, which equals another one with the same JSON."""
+
+    json: str
+    config: PreTrainedConfig = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _size(described: _Described, length: int) -> ModelSize:
+    """Count weights and operations, once for a shape: a study has each shape with many seeds."""
+    config = described.config
     with torch.device("meta"):
         model = build_model(config, "eager").eval().requires_grad_(requires_grad=False)
         ids = torch.zeros((1, length), dtype=torch.int64)

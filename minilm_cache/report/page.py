@@ -6,12 +6,13 @@ other file.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from minilm_cache.errors import InvalidConfigError
@@ -165,16 +166,21 @@ def _compare(
 def _render(values: Mapping[str, Any]) -> str:
     """Return the page: the template, filled with values, with its style sheet and its script."""
     folder = files(_SOURCES)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["figure"] = number_text
-    return environment.from_string((folder / "page.html").read_text()).render(
+    return _template().render(
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - a file of this package
         script=Markup((folder / "page.js").read_text()),  # noqa: S704 - a file of this package
         drawing=Markup(drawing_script()),  # noqa: S704 - Vega, from a package
         **values,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["figure"] = number_text
+    return environment.from_string((files(_SOURCES) / "page.html").read_text())
 
 
 def _student_values(

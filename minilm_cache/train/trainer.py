@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.device import CPU, draw_faster, has_bfloat16
+from minilm_cache.models.device import CPU, draw_faster, has_bfloat16, seed_draws
 from minilm_cache.models.tap import Head, Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
@@ -120,7 +120,7 @@ class StudentTrainer:
         """
 
         def add() -> None:
-            torch.manual_seed(_part_seed(self._seed, step, batch.part))
+            seed_draws(_part_seed(self._seed, step, batch.part), self._ranks.device)
             if self._graphs is not None:
                 self._begin_anew()
             self._add_gradient(batch, shares)

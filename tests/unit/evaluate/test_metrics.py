@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from minilm_cache.evaluate.examples import SpanExample
 from minilm_cache.evaluate.kinds import kind_of
-from minilm_cache.evaluate.metrics import span_scores, text_scores, words_of
+from minilm_cache.evaluate.metrics import text_scores
+from minilm_cache.evaluate.spans import span_scores, words_of
 from minilm_cache.evaluate.tasks import TASKS, Metric
 
 TOLD = np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.float64)
