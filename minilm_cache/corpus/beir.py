@@ -56,7 +56,7 @@ def read_judged(file: Path, texts: tuple[Path, Path], *, only_judged: bool = Fal
     documents = _by_name(
         (where, _document(row, where))
         for where, row in json_records(of_documents)
-        if not only_judged or row.get("_id") in lines
+        if not only_judged or text_of(row, "_id", where) in lines
     )
     asked = _by_name((where, _query(row, where)) for where, row in json_records(of_queries))
     lacking = next((name for name in lines if name not in documents), None)

@@ -172,12 +172,16 @@ def own_rows(
         named: what stands before the name of a file that does not exist, such as an option.
 
     Raises:
-        CorpusError: the file does not exist or is damaged, or lacks a column.
+        CorpusError: the file does not exist or is damaged, lacks a column, or has no records.
     """
     if not file.is_file():
         raise CorpusError(f"{named}{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
+    is_empty = True
     for where, row in read_rows(file, columns, options):
+        is_empty = False
         yield f"{file}, {where}", row
+    if is_empty:
+        raise CorpusError(f"{named}{file} has no records. Add some, or name another file.")
 
 
 def read_own_text(value: object, where: str) -> str:

@@ -25,6 +25,8 @@ from minilm_cache.evaluate.tasks import Generation, Task
 AnyTask = TypeVar("AnyTask", bound=Task)
 AnyExample = TypeVar("AnyExample")
 AnyKind = TypeVar("AnyKind", bound="Kind[Any, Any]")
+_NO_ANSWERS = ["hidden_states", "attentions", "past_key_values", "mems"]
+"""What a model may return beside its logits, by its configuration."""
 Features = list[dict[str, Any]]
 """Model inputs by name, one dictionary a sequence."""
 Predictions = Any
@@ -88,20 +90,8 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
             InvalidConfigError: the model cannot do the task.
         """
 
-    def load_as_is(self, model: Evaluated) -> nn.Module:
-        """Return a model with the head that it has.
-
-        Raises:
-            TeacherError: the folder has no model that can be loaded.
-            InvalidConfigError: it has no such head, or the kind has no models that are scored so.
-        """
-        raise InvalidConfigError(
-            f"--as-is scores classes, values and generated texts, not {self.task.title}: {model.name} must "
-            "be fine-tuned. Leave it out."
-        )
-
     def as_tuned(self: AnyKind, model: Evaluated, config: EvaluateConfig) -> AnyKind:
-        """Return the kind with the settings of a model's own fine-tuning, where none were given.
+        """Return the kind with the settings of a model's own fine-tuning, before any model is scored.
 
         Args:
             model: a model that is scored as it is.
@@ -109,8 +99,20 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
 
         Raises:
             TeacherError: the model has none.
+            InvalidConfigError: it has no head for the task, or the kind has no models that are scored so.
         """
-        return self
+        raise InvalidConfigError(
+            f"--as-is scores classes, values and generated texts, not {self.task.title}: {model.name} must "
+            "be fine-tuned. Leave it out."
+        )
+
+    def load_as_is(self, model: Evaluated) -> nn.Module:
+        """Return a model with the head that it has, for which `as_tuned` was called.
+
+        Raises:
+            TeacherError: the folder has no model that can be loaded.
+        """
+        raise NotImplementedError
 
     @property
     def must_read(self) -> int:
@@ -219,7 +221,9 @@ def logits_of(trainer: Any, features: Features) -> list[npt.NDArray[np.float32]]
     The model gets the sequences in the order of their lengths, so that batches need little padding.
     """
     order = np.argsort([len(feature["input_ids"]) for feature in features], kind="stable")
-    output = trainer.predict([features[number] for number in order]).predictions
+    # A model may have a loss for other labels than the task's, which is not asked for.
+    unlabelled = [{name: value for name, value in each.items() if name != "labels"} for each in features]
+    output = trainer.predict([unlabelled[number] for number in order], ignore_keys=_NO_ANSWERS).predictions
     return [logits[np.argsort(order)] for logits in (output if isinstance(output, tuple) else (output,))]
 
 

@@ -178,21 +178,22 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
 
     Args:
         names: `mini`, aliases, hub ids, folders of models, of runs, of chains or of studies.
-        revision: revision of models from the hub. None means the default revision.
+        revision: revision of models from the hub; runs have none. None means the default revision.
         untrained: whether to return each model's shape with random weights, too.
 
     Raises:
         TeacherError: a model does not exist.
-        InvalidConfigError: two models have the same name, or a run has a revision.
+        InvalidConfigError: two models have the same name, or there is a revision of runs alone.
     """
     models: list[Evaluated] = []
-    for name in _with_runs(dict.fromkeys(names)):
+    found = list(_with_runs(dict.fromkeys(names)))
+    if revision is not None and all(is_run(Path(name)) for name in found):
+        raise InvalidConfigError(
+            f"--revision {revision} goes with a model from the hub; {found[0]} is a run."
+        )
+    for name in found:
         folder = Path(name)
         if is_run(folder):
-            if revision is not None:
-                raise InvalidConfigError(
-                    f"--revision {revision} goes with a model from the hub; {name} is a run."
-                )
             record = load_record(folder)
             refuse_other_weights(folder, record)
             students = [student for student in record.students if student.diverged_at is None]

@@ -15,7 +15,7 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.retrieval import (
@@ -260,6 +260,8 @@ def _reranked(
         for part in session.parts(order.tolist(), _BATCHES_OF_A_PART * config.batch_size):
             scores[part] = score([texts[at] for at in part])
     pairs_per_s = len(texts) / (time.perf_counter() - started)
+    if not np.isfinite(scores).all():  # which have no order
+        raise TeacherError(f"{model.name} gives scores that are NaN or infinite. Get its weights again.")
     run: Ranked = {query: {} for query in found}
     for (query, name), found_score in zip(pairs, scores.tolist(), strict=True):
         run[query][name] = found_score

@@ -19,6 +19,7 @@ from minilm_cache.evaluate.glue import read_text_task
 from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores, are_finite, logits_of
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, load_with_head
+from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
 from minilm_cache.models.exported import load_to_run
@@ -53,12 +54,30 @@ class TextKind(Kind[TextTask, TextExample]):
             model.folder, self.task.labels, max_length=self.task.max_length, untrained=model.untrained
         )
 
+    def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> "TextKind":
+        """Return the kind as it is, for a model that answers with the task's classes; see `Kind.as_tuned`."""
+        self._own_order(model)
+        return self
+
     def load_as_is(self, model: Evaluated) -> nn.Module:
         """Return a classifier with its own head, with classes in the order of the task's; see `Kind`."""
+        loaded = (
+            load_to_run(model.folder, "sequences")
+            if load_pooled_head(model.folder) is None
+            else PooledClassifier(SentenceEncoder.load(model.folder), self.task.max_length)
+        )
+        _reorder(loaded, self._own_order(model))
+        return loaded
+
+    def _own_order(self, model: Evaluated) -> list[int]:
+        """Return the number of a model's class for each label of the task.
+
+        Raises:
+            InvalidConfigError: the model is no classifier, or one of other classes.
+        """
         config = read_config(model.folder)
         names = classes_of(config)
-        head = load_pooled_head(model.folder)
-        if head is None and not is_classifier(config):
+        if load_pooled_head(model.folder) is None and not is_classifier(config):
             raise InvalidConfigError(
                 f"{model.name} is no classifier ({', '.join(config.architectures or ('unknown',))}), so it "
                 "has no answers of its own. Fine-tune it on the task first (`minilm-cache evaluate` with "
@@ -72,18 +91,17 @@ class TextKind(Kind[TextTask, TextExample]):
             )
         if order is None:
             wanted = ", ".join(self.task.labels) or "one value"
+            has_more = set(self.task.labels) < set(names)
             raise InvalidConfigError(
                 f"{model.name} answers with {', '.join(names)}, and {self.task.title} is about {wanted}. "
-                "Take a model that was fine-tuned on it, or give its classes these names in its config.json "
-                "(id2label)."
+                + (
+                    "Give --task a file that has all of these classes, and this one as --dev."
+                    if has_more and self.task.name not in TASKS
+                    else "Take a model that was fine-tuned on it, or give its classes these names in its "
+                    "config.json (id2label)."
+                )
             )
-        loaded = (
-            load_to_run(model.folder, "sequences")
-            if head is None
-            else PooledClassifier(SentenceEncoder.load(model.folder), self.task.max_length)
-        )
-        _reorder(loaded, order)
-        return loaded
+        return order
 
     def _is_order_guessed(self, names: Sequence[str]) -> bool:
         """Return whether a model's classes have no names, and nothing else says which is which.

@@ -138,8 +138,17 @@ def _numbers_of_classes(cache: Cache) -> Mapping[str, int]:
     if count == 1:
         return {}
     named = class_names(cache.reader.attachment(TEACHER_CONFIG), cache.manifest)
-    numbers = {} if any(map(str.isdecimal, named.values())) else {str(each): each for each in range(count)}
+    numbers = {} if any(map(_is_number, named.values())) else {str(each): each for each in range(count)}
     return {name.strip(): number for number, name in named.items()} | numbers
+
+
+def _is_number(name: str) -> bool:
+    """Return whether a class is called by a number, like +1, so that a label may mean its name alone."""
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noqa: ANN401 - any value of a file

@@ -17,7 +17,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import IdentityMismatchError, first_line
+from minilm_cache.errors import CorpusError, IdentityMismatchError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
@@ -83,13 +83,13 @@ def run_task_stage(
         MiniLMCacheError: see the functions of dumps, trainings and evaluations.
     """
     assert config.task is not None
-    shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
+    shared = {name: dump[name] for name in ("max_length", "device", "revision") if name in dump}
     evaluating = evaluation_of(config, shared)
     task, examples = text_task(evaluating, config.task, session)
-    examples = sample_examples(examples, config.max_train)
+    examples = _with_text(sample_examples(examples, config.max_train), config.task, session)
     teacher = str(dump["teacher"])
     for model in find_models([teacher], dump.get("revision"), untrained=False):
-        TextKind(task).load_as_is(model)  # refuses one of other classes before anything is made
+        TextKind(task).as_tuned(model, evaluating)  # refuses one of other classes before anything is made
     of_teacher = classes_of(read_config(locate_teacher(teacher, dump.get("revision")).folder))
     is_pair = len(examples[0].texts) > 1
     encoder = None if config.mine is None else encoder_of_pairs(config.mine, dump, is_pair=is_pair)
@@ -117,6 +117,22 @@ def run_task_stage(
     models = [teacher, str(run.path)]
     evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
+
+
+def _with_text(examples: Sequence[TextExample], name: str, session: Session) -> Sequence[TextExample]:
+    """Return the examples whose texts are not empty, of which a teacher has nothing to read.
+
+    Raises:
+        CorpusError: all are empty.
+    """
+    kept = [example for example in examples if all(text.strip() for text in example.texts)]
+    if not kept:
+        raise CorpusError(f"--task {name}: no example has a text. Name other columns, or give other data.")
+    if lacking := len(examples) - len(kept):
+        session.progress.note(
+            f"{lacking:,} of {len(examples):,} examples have an empty text and are left out"
+        )
+    return kept
 
 
 def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, begun: str | None) -> None:

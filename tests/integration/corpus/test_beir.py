@@ -1,6 +1,7 @@
 """Retrieval data in BEIR's layout as a corpus: what is judged becomes pairs, without a file in between."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_a_document_may_have_a_title_alone_and_a_pair_two_grades(folder: Path) -
         train.write("q0\td0\t0\nnowhere\td0\t0\n")
     assert read(folder)[0] == (asked(0), text(0))
     assert read(folder)[-1] == (asked(1), WORDS[3])
+
+
+def test_names_may_be_numbers(folder: Path) -> None:
+    expected = read(folder)
+    for file in (folder / "corpus.jsonl", folder / "queries.jsonl", folder / "qrels/train.tsv"):
+        file.write_text(
+            re.sub(r'"[dq](\d)"', r"\1", re.sub(r"\b[dq](\d)\t(?=\S)", r"\1\t", file.read_text()))
+        )
+    assert '"_id": 3,' in (folder / "corpus.jsonl").read_text()
+    assert "0\t1\t1" in (folder / "qrels/train.tsv").read_text()
+    assert read(folder) == expected
+    with (folder / "corpus.jsonl").open("a") as documents:
+        documents.write('{"_id": [1], "text": "ba"}\n')
+    with pytest.raises(CorpusError, match=r"corpus\.jsonl, line 7 has no text '_id'"):
+        read(folder)
 
 
 def test_a_change_of_any_of_the_three_files_is_seen(folder: Path, tmp_path: Path) -> None:

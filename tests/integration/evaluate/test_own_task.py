@@ -96,8 +96,10 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     (model / "config.json").write_text(json.dumps(config))
     (trial,) = evaluated(command, model, *as_is)["trials"]
     assert trial["scores"]["dev"]["accuracy"] == pytest.approx(100 - tuned["scores"]["dev"]["accuracy"])
-    config |= {"id2label": {"0": "no", "1": "yes"}}
-    (model / "config.json").write_text(json.dumps(config))
+    more = {"output_hidden_states": True, "problem_type": "multi_label_classification"}
+    (model / "config.json").write_text(json.dumps(config | more))
+    (answers_alone,) = evaluated(command, model, *as_is)["trials"]
+    assert answers_alone["scores"] == trial["scores"]
     config |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
     (model / "config.json").write_text(json.dumps(config))
     command.fails(
@@ -108,6 +110,18 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     base = ("evaluate", *SHORT, *as_is)
     command.fails(*base, model, code=2, says="answers with no, yes, and a.csv is about bad, or worse, good")
     command.fails(*base, teacher, code=2, says="is no classifier")
+    known, later = save_teacher(tmp_path / "known", head="sequences", num_labels=3), tmp_path / "later"
+    names = {"0": NAMES[0], "1": NAMES[1], "2": "middling"}
+    file = known / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"id2label": names}))
+    (model / "config.json").write_text(json.dumps(config | {"id2label": {"0": NAMES[1], "1": NAMES[0]}}))
+    command.fails(
+        *(*base[:-1], later, model, known),
+        code=2,
+        says="middling, and a.csv is about bad, or worse, good. Give --task",
+    )
+    assert not later.exists()
+    (model / "config.json").write_text(json.dumps(config))
     command.fails(*base, model, "--epochs", 2, code=2, says="--epochs is about fine-tuning")
     squad = ("--task", "squad", "--data", tmp_path, "--as-is")
     command.fails("evaluate", model, *squad, code=2, says="squad is about spans")
@@ -191,6 +205,13 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     )
     nan = write(tmp_path / "nan.csv", [{"text": "ba", "label": "1.5"}, {"text": "be", "label": "nan"}])
     command.fails(*base, nan, "--metric", "pearson", code=1, says="label 'nan' is not a number")
+    empty = tmp_path / "empty.csv"
+    empty.write_text("text,label\n")
+    for words in ((empty, "--metric", "pearson"), (empty, "--as-is"), (good, "--dev", empty)):
+        command.fails(*base, *words, code=1, says="empty.csv has no records")
+    command.fails(
+        *("generate", teacher, "--file", empty, "--text-columns", "text"), code=1, says="has no records"
+    )
     alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
     command.fails(*base, alone, code=1, says="has one text")
 

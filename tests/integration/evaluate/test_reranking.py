@@ -165,6 +165,9 @@ def test_a_reranker_that_tells_nothing_apart_leaves_the_order(
     first, constant = json.loads(printed)["models"]
     for name in ("ndcg_at_10", "mrr_at_10"):
         assert constant[name] == first[name]
+    torch.nn.init.constant_(model.classifier.weight, torch.nan)
+    model.save_pretrained(folder)
+    command.fails("rerank", folder, *words, code=1, says="constant gives scores that are NaN or infinite")
 
 
 def test_what_is_mined_has_the_best_first_and_no_text_twice(

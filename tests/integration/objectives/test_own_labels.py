@@ -239,6 +239,23 @@ def test_classes_are_written_in_many_ways(
     command.fails(*words, "--own-labels", file, "--device", "cpu", code=2, says=says)
 
 
+def test_a_class_that_is_called_by_a_number_is_found_by_its_name_alone(
+    world: World, command: Command
+) -> None:
+    file = world.root / "labels.jsonl"
+    rows = [{"text": f"ba {WORDS[number]}", "label": "-1" if number % 2 else "+1"} for number in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    classifier(world, 2, id2label={0: "+1", 1: "-1"})
+    config = ObjectiveConfig(objective=ANSWERS[1], own_labels=str(file))
+    labels = own_labels(open_cache(world.root / "cache"), config)
+    assert labels is not None
+    assert sorted(labels.values) == [0] * 4 + [1] * 4
+    file.write_text(file.read_text().replace("+1", "1"))
+    words = ("train", world.root / "cache", "--arch", "2x32", "--steps", 2, *ANSWERS, "--own-labels", file)
+    says = "label '1' is none of the teacher's classes: +1, -1"
+    command.fails(*words, "--device", "cpu", code=2, says=says)
+
+
 def test_objectives_that_learn_answers_alone_do_not_get_labels(world: World, command: Command) -> None:
     write(world.root / "labels.jsonl", [number % 2 for number in range(40)])
     classifier(world, 2, dumped={"first_hidden": "all"})

@@ -173,9 +173,7 @@ def test_an_exported_cross_encoder_reranks_as_before(tmp_path: Path, command: Co
     asked.write_text("".join(json.dumps(row) + "\n" for row in questions()[:-1]))
     first = ("--first-stage", world.teacher, "--candidates", 4, "--max-length", 32, "--device", "cpu")
     exact, single = tmp_path / "exact", ("--text-column", "question", "--min-cosine", 0)
-    code, _, err = command(
-        "export-model", scorer, "--out", exact, "--onnx", *FEW, "--corpus", asked, *single
-    )
+    code, _, err = command("export-model", scorer, "--out", exact, "--onnx", *FEW, "--corpus", asked, *single)
     assert code == 0, err
     assert "judged by single texts" in err
     code, printed, err = command("rerank", scorer, exact, "--retrieval", asked, *first, "--json")

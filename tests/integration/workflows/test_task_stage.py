@@ -9,6 +9,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from minilm_cache.cache import open_cache
+from minilm_cache.models.files import weights_sha256
 from minilm_cache.objectives.several import documents_of
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.record import load_record
@@ -169,6 +170,14 @@ def test_labels_of_the_task_are_learned_with_the_answers(tmp_path: Path, command
     else:
         teacher = tuned(command, tmp_path, task)
     words = ("--task", task, "--data", tmp_path / "glue", "--teacher", teacher)
+    train = tmp_path / "glue" / {"sst2": "SST-2", "stsb": "STS-B", "rte": "RTE"}[task] / "train.tsv"
+    *before, last = train.read_text().splitlines()
+    *others, _, label = last.split("\t")
+    train.write_text("\n".join([*before, "\t".join([*others, "", label]), last, ""]))
+    code, _, err = command("chain", *words, "--label-weight", 0.3, "--out", tmp_path / "stage", *SHORT)
+    assert code == 0, err
+    assert "1 of " in err
+    assert "examples have an empty text and are left out" in err
     found = stage(command, tmp_path, *words, "--label-weight", 0.3)
     record = load_record(Path(found["run"]))
     assert record.identity.label_weight == 0.3
@@ -179,6 +188,33 @@ def test_labels_of_the_task_are_learned_with_the_answers(tmp_path: Path, command
     elsewhere = ("chain", *words, "--out", tmp_path / "elsewhere", *SHORT, "--label-weight", 2)
     command.fails(*elsewhere, code=2, says="--label-weight 2.0: ")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_teacher_that_is_scored_is_the_one_that_was_dumped(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are of the revision that was asked for, here in the hub's folder of downloads."""
+    write_glue(tmp_path / "glue")
+    hub = tmp_path / "hub/models--org--teacher"
+    (hub / "refs").mkdir(parents=True)
+    for seed, name in enumerate(("main", "v1")):
+        sha = str(seed) * 40
+        (hub / "refs" / name).write_text(sha)
+        save_teacher(hub / "snapshots" / sha, head="sequences", num_labels=2, seed=seed)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    words = ("--task", "sst2", "--data", tmp_path / "glue")
+    found = stage(command, tmp_path, *words, "--teacher", "org/teacher", "--revision", "v1", "--steps", 2)
+    assert found["summaries"][0]["model"] == "org/teacher"
+    trials = map(json.loads, (file.read_text() for file in (tmp_path / "stage").rglob("trial.json")))
+    (of_teacher,) = (trial for trial in trials if trial["model"] == "org/teacher")
+    snapshots = hub / "snapshots"
+    cached = open_cache(tmp_path / "stage/cache").manifest.identity.teacher.weights_sha256
+    assert cached == weights_sha256(snapshots / ("1" * 40))
+    as_is = ("--max-length", 32, "--as-is", "--out", tmp_path / "alone")
+    for seed in range(2):
+        (alone,) = evaluated(command, snapshots / (str(seed) * 40), *words, *as_is)["trials"]
+        same = alone["identity"]["model_sha256"] == of_teacher["identity"]["model_sha256"]
+        assert same is (seed == 1)
 
 
 def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:
