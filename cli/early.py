@@ -249,17 +249,22 @@ def refuse_too_long(
             raise too_long(length, outline.positions, name=name, option=option)
 
 
-def refuse_too_long_of(config: EvaluateConfig, models: Sequence[str]) -> None:
-    """Raise InvalidConfigError if a model has fewer positions than `--max-length` asks of a task.
+def refuse_too_long_of(config: EvaluateConfig, models: Sequence[str], revision: str | None) -> None:
+    """Raise InvalidConfigError if a model has fewer positions than the examples of a task.
 
-    Models that learn to generate are given further positions.
+    These are as long as `--max-length` says, or else as the task does. Models that learn to generate are
+    given further positions.
+
+    Args:
+        config: the tasks.
+        models: names of models, or their folders.
+        revision: revision of models from the hub. None means the default revision.
     """
-    if config.max_length is None:
-        return
     from minilm_cache.evaluate.files import task_like  # noqa: PLC0415 - datasets take a second
 
-    if not all(isinstance(task_like(name, config), GenerationTask) for name in config.task):
-        refuse_too_long(config.max_length, models, config.revision)
+    tasks = [task_like(name, config) for name in config.task]
+    lengths = [config.max_length or task.max_length for task in tasks if not isinstance(task, GenerationTask)]
+    refuse_too_long(max(lengths, default=None), models, revision)
 
 
 def refuse_no_rerankers(models: Iterable[str], revision: str | None) -> None:
@@ -510,6 +515,9 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
         with study.located(("evaluate",)):
             refuse_no_task_data(study.evaluation.data, study.evaluation.task)
             refuse_no_columns(study.evaluation)
+            if study.teacher is not None:
+                name, revision = study.teacher
+                refuse_too_long_of(study.evaluation, [name], revision)
     for name, cache in study.caches.items():
         configs = [planned.config for planned in study.passes if planned.cache == name]
         identity = None if isinstance(cache, DumpConfig) else _manifest_of(cache).identity

@@ -18,6 +18,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.outline import Outline
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import SearchConfig, about_widths, numbers_of, refuse_of_one_shape
@@ -83,10 +84,10 @@ def search(
         files = {"search": str(out), "report": str(result.report)}
         print_json({**files, "winner": result.winner.name, **student, **record})
         return
-    _print(result, config)
+    _print(result, config, place)
 
 
-def _print(result: "SearchResult", config: SearchConfig) -> None:
+def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> None:
     record = result.record
     rounds = [f"loss after {each.steps:,} steps" for each in record.rounds]
     print_table(
@@ -98,6 +99,8 @@ def _print(result: "SearchResult", config: SearchConfig) -> None:
     positions = Outline.of(str(result.student)).positions
     if positions is not None and positions < ExportModelConfig.model_fields["max_length"].default:
         form += f" --max-length {positions - _RESERVED}"
+    if is_url(str(place)):  # a run's own URL is not opened by itself
+        form += f" --corpus {quote(without_secrets(str(place)))}"
     print_pairs(
         {
             "best": f"{result.winner.name}, {result.latency_ms:.2f} ms when measured anew",

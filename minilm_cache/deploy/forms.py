@@ -28,7 +28,13 @@ FORMS: Final[Mapping[str, Form]] = {
 
 
 def write_form(
-    model: PreTrainedModel, folder: Path, form: Form, *, inputs: Iterable[Mapping[str, Tensor]], name: str
+    model: PreTrainedModel,
+    folder: Path,
+    form: Form,
+    *,
+    inputs: Iterable[Mapping[str, Tensor]],
+    name: str,
+    reads_pairs: bool = False,
 ) -> tuple[Run, tuple[str, ...]]:
     """Write the file of a model into a folder, after checking that the whole one answers as torch does.
 
@@ -38,6 +44,7 @@ def write_form(
         form: runtime and precision.
         inputs: inputs by name, each of one text, that OpenVINO takes the ranges of 8 bit from.
         name: name of the model, for error messages.
+        reads_pairs: whether it answers from its last hidden states, perhaps about pairs.
 
     Returns:
         A function that runs the file, and the names of its inputs.
@@ -52,9 +59,9 @@ def write_form(
     whole, file = folder / FILES["onnx"], folder / FILES[form.runtime]
     for each in {whole.parent, file.parent}:
         each.mkdir()
-    export(model, whole)
+    export(model, whole, reads_pairs=reads_pairs)
     run, wanted = opened(whole, "onnx")
-    check_same(model, run, name)
+    check_same(model, run, name, reads_pairs=reads_pairs)
     if form.runtime == "openvino":
         from minilm_cache.deploy.openvino import convert  # noqa: PLC0415 - an extra
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, first_line, needs
-from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run
+from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run, has_sides
 from minilm_cache.models.load import is_classifier
 from minilm_cache.models.pooling import SentenceEncoder
 
@@ -32,17 +32,23 @@ _MAX_ONE_FILE: Final = 2**30
 class Traced(nn.Module):
     """A model that takes its inputs in order and returns one tensor, as an export needs it."""
 
-    def __init__(self, model: PreTrainedModel | SentenceEncoder) -> None:
-        """Take a model: its output is pooled vectors, logits or last hidden states."""
+    def __init__(self, model: PreTrainedModel | SentenceEncoder, *, reads_pairs: bool = False) -> None:
+        """Take a model: its output is pooled vectors, logits or last hidden states.
+
+        Args:
+            model: the model.
+            reads_pairs: whether it answers from its last hidden states, perhaps about pairs. Models with a
+                head of their own always may.
+        """
         super().__init__()
         self.model = model
-        self.inputs: tuple[str, ...] = (IDS, MASK)
         self.output = STATES
+        config: Any = model.model.config if isinstance(model, SentenceEncoder) else model.config
         if isinstance(model, SentenceEncoder):
             self.output = POOLED
-        elif is_classifier(model.config) and model.base_model is not model:  # with its head
-            has_sides = (getattr(model.config, "type_vocab_size", 0) or 0) > 1
-            self.inputs, self.output = (IDS, MASK, SEGMENTS) if has_sides else self.inputs, LOGITS
+        elif is_classifier(config) and model.base_model is not model:  # with its head
+            self.output, reads_pairs = LOGITS, True
+        self.inputs = (IDS, MASK, SEGMENTS) if reads_pairs and has_sides(config) else (IDS, MASK)
 
     def forward(self, *values: Tensor) -> Tensor:
         """Return the output for inputs in the order of `inputs`, each `(batch, length)`."""
@@ -51,7 +57,7 @@ class Traced(nn.Module):
         return tensor
 
 
-def export(model: PreTrainedModel | SentenceEncoder, file: Path) -> None:
+def export(model: PreTrainedModel | SentenceEncoder, file: Path, *, reads_pairs: bool = False) -> None:
     """Write a model as ONNX, with a batch and a length of any size.
 
     The output is `sentence_embedding` for an encoder with its pooling, `logits` for a classifier, and
@@ -60,12 +66,13 @@ def export(model: PreTrainedModel | SentenceEncoder, file: Path) -> None:
     Args:
         model: model in float32 on the CPU.
         file: file to write. Weights of more than 1 GiB are written to a second file next to it.
+        reads_pairs: same as for `Traced`.
 
     Raises:
         DeviceError: torch cannot export the model.
         OSError: the file cannot be written.
     """
-    traced = Traced(model).eval()
+    traced = Traced(model, reads_pairs=reads_pairs).eval()
     ids = torch.ones((2, 16), dtype=torch.int64)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
     num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
@@ -144,7 +151,9 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_same(model: PreTrainedModel | SentenceEncoder, run: Run, name: str) -> float:
+def check_same(
+    model: PreTrainedModel | SentenceEncoder, run: Run, name: str, *, reads_pairs: bool = False
+) -> float:
     """Return the greatest difference of outputs between a model and its whole file.
 
     The batch has another shape than that of the export.
@@ -153,11 +162,12 @@ def check_same(model: PreTrainedModel | SentenceEncoder, run: Run, name: str) ->
         model: model that was exported.
         run: function that runs the file.
         name: name of the model, for the error message.
+        reads_pairs: same as for `Traced`.
 
     Raises:
         DeviceError: the difference is more than `TOLERANCE`.
     """
-    traced = Traced(model).eval()
+    traced = Traced(model, reads_pairs=reads_pairs).eval()
     config: Any = model.model.config if isinstance(model, SentenceEncoder) else model.config
     ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % config.vocab_size
     mask = torch.ones_like(ids)

@@ -21,7 +21,7 @@ from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
-from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes
+from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes, has_sides
 from minilm_cache.models.load import load_model
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
@@ -236,7 +236,7 @@ class _Export:
         config, model = self.config, self.model
         self.session.progress.note(f"exporting {model.name}")
         form, inputs = Form(config.runtime, config.int8), self._batches(fitted, size=1)
-        run = write_form(self.source, folder, form, inputs=inputs, name=model.name)
+        run = write_form(self.source, folder, form, inputs=inputs, name=model.name, reads_pairs=self.answers)
         cosine, least = self._agreement(judged, *run)
         if not cosine >= config.min_cosine:  # also where it is not a number
             raise DeviceError(
@@ -289,8 +289,9 @@ class _Export:
         """Return how far an export agrees with its model, and the least cosine of a text's vector."""
         pairs = []
         for batch in self._batches(judged):
-            values = {name: batch[name] for name in wanted}
-            theirs, mine = self.source(**values), run(values)
+            read = (IDS, MASK, SEGMENTS) if has_sides(self.source.config) else (IDS, MASK)
+            theirs = self.source(**{name: batch[name] for name in read})
+            mine = run({name: batch[name] for name in wanted})
             if self.pooler is None:
                 pairs.append((theirs.logits, mine))
             else:

@@ -106,7 +106,11 @@ def operations(config: CostConfig, dump: DumpConfig) -> Operations:
         one_pass = model_size(built, length).pass_flops(stops_early=stops_early)
         students[arch] = _FORWARD_PASSES_PER_STEP * one_pass
     size = model_size(teacher_config, length)
-    teacher = size.pass_flops(stops_early=not dump.has_states)
+    of_masked = dump.labels or dump.masked_hidden is not None
+    masked = size.flops_per_token * (dump.maskings or 1) * of_masked
+    others = dump.model_copy(update={"labels": False, "masked_hidden": None})
+    has_plain = dump.codec != "none" or others.has_states
+    teacher = masked + has_plain * size.pass_flops(stops_early=not others.has_states)
     return Operations(teacher=teacher, timed=size.stopped_flops_per_token, students=students)
 
 

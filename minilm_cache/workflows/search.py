@@ -131,10 +131,10 @@ def search(
         shapes = _by_vocabulary(record, tried[:count])
         place = out / f"{ROUND}{number + 1}"
         trained = _trained(shapes, {**train, "steps": steps}, runs, place=place, cache=cache, session=session)
-        if not trained:
-            raise _all_diverged(place, record.rounds[:number], steps=steps, names=tried[:count])
+        done = _done(shapes, trained, steps=steps) if trained else None
+        if done is None or set(done.losses.values()) == {None}:
+            raise _all_diverged(place, record, number, steps=steps, names=tried[:count])
         runs |= trained
-        done = _done(shapes, trained, steps=steps)
         record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
         _write(out, record)
         tried = [name for name, loss in done.losses.items() if loss is not None]
@@ -178,11 +178,16 @@ def _trained(
         settings = {**train, "epochs": None, "arch": arch, "vocab": vocab}
         if vocab in before:
             settings |= {"init": str(before[vocab].path), "init_layers": None, "init_teacher": None}
-        folder = place if vocab is None else place.with_name(f"{place.name}-vocab-{vocab}")
+        folder = place.with_name(_run_name(place.name, vocab))
         with suppress(DivergedError):
             training = validated(TrainConfig, settings)
             done[vocab] = train_students(training, cache, out=folder, session=session)
     return done
+
+
+def _run_name(of_round: str, vocab: str | None) -> str:
+    """Return the name of the run of a vocabulary in a round."""
+    return of_round if vocab is None else f"{of_round}-vocab-{vocab}"
 
 
 def _done(
@@ -204,20 +209,25 @@ def _by_vocabulary(record: SearchRecord, names: Sequence[str]) -> dict[str | Non
     return found
 
 
-def _all_diverged(place: Path, before: Sequence[Round], *, steps: int, names: Sequence[str]) -> DivergedError:
+def _all_diverged(
+    place: Path, record: SearchRecord, number: int, *, steps: int, names: Sequence[str]
+) -> DivergedError:
     """Return the error of a round whose students all diverged, which names the best one of the round before.
 
     Args:
         place: folder of the round's run.
-        before: rounds before it.
+        record: the search.
+        number: number of the round, from 0.
         steps: steps of the round.
         names: what it trained.
     """
     kept = ""
-    if before:
-        last = before[-1]
-        best = next(iter(last.losses))
-        kept = f" The best student of the round before is {best}, of {last.steps:,} steps, in {last.run}."
+    if number:
+        last = record.rounds[number - 1]
+        name = next(iter(last.losses))
+        best = next(each for each in record.candidates if each.name == name)
+        run = _run_name(f"{ROUND}{number}", best.vocab)
+        kept = f" The best student of the round before is {name}, of {counted(last.steps, 'step')}, in {run}."
     who = names[0] if len(names) == 1 else f"every student ({', '.join(names)})"
     return DivergedError(
         f"{place}: {who} diverged within {counted(steps, 'step')}.{kept} Lower --lr, and choose "

@@ -24,6 +24,7 @@ from minilm_cache.evaluate.card import Summary
 from minilm_cache.evaluate.run import Evaluation, evaluate_models
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config, refuse_no_head
 from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.student import shape_config, teacher_config
@@ -31,22 +32,24 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig, check_codec, split_into
+from minilm_cache.objectives.labelled import own_labels
 from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun, cautions, with_short_names
 from minilm_cache.report.tables import STUDENTS_FILE, students_table, summary_table
 from minilm_cache.session import ALONE, Session
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig, check_parts
-from minilm_cache.train.folder import RunFolder
+from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.record import load_record
+from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
+from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -99,9 +102,41 @@ def run_study(
     session, folder = session.with_absolute_home(), folder.absolute()
     study = study.grown(folder)
     check_shapes(study, session.home, here=cluster is None)
+    for planned in study.passes:
+        known_record(study, folder, planned, home=session.home)
     results = run_jobs(_jobs(study, folder), cluster, folder=folder, session=session)
     result: StudyResult = results[-1]
     return result
+
+
+def known_record(study: Study, folder: Path, planned: Pass, *, home: Path | None) -> RunRecord | None:
+    """Return the record of a pass that is there. None means that it has trained nothing yet.
+
+    Args:
+        study: the study.
+        folder: folder of the study.
+        planned: the pass.
+        home: folder for local copies of caches at URLs.
+
+    Raises:
+        IdentityMismatchError: the pass was trained from another cache, or with other pieces or labels than
+            the files that the study names have now.
+    """
+    run, place = folder / "runs" / planned.name, place_of_cache(study, folder, planned.cache)
+    record = load_record(run) if is_run(run) else None
+    if record is None or has_trained_nothing(run, record):
+        return None
+    is_given = isinstance(study.caches.get(planned.cache), str)
+    if is_given or ((Path(place) / MANIFEST).is_file() and read_manifest(Path(place)).complete):
+        cache, config = open_cache(place, home=home), planned.config
+        asked: dict[str, Any] = {"fingerprint": cache.manifest.fingerprint}
+        vocabulary = student_vocabulary(config, cache)
+        if vocabulary is not None:
+            asked["vocab"] = vocabulary.name
+        if config.own_labels is not None and (labels := own_labels(cache, config, home=home)) is not None:
+            asked["own_labels"] = labels.sha256
+        refuse_other_run(run, record, asked)
+    return record
 
 
 def _jobs(study: Study, folder: Path) -> list[Job]:
@@ -392,9 +427,8 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
             opened = open_cache(cache, home=home)
             config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
             codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
-            states = opened.manifest.identity.states
-            if study.agreement_steps is not None and (states is None or states.labels is None):
-                study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
+            if study.agreement_steps is not None:
+                _check_agreement(study, name, opened.manifest, here=here)
         for planned in study.passes:
             if planned.cache == name:
                 if here:
@@ -403,6 +437,20 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
                 check_also(planned.config.also, home=home)
                 if opened is not None:
                     choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+
+
+def _check_agreement(study: Study, name: str, manifest: CacheManifest, *, here: bool) -> None:
+    """Raise InvalidConfigError if students of a cache cannot be asked beside the study's teacher."""
+    states = manifest.identity.states
+    if states is None or states.labels is None:
+        study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
+    if not here:
+        return
+    assert study.teacher is not None, "agreement is measured with a teacher"
+    teacher, revision = study.teacher
+    if weights_sha256(locate_teacher(teacher, revision).folder) != manifest.identity.teacher.weights_sha256:
+        problem = f"cache {name} was dumped from {manifest.labels.teacher}, which has other weights than "
+        study.source.fail(("agreement_steps",), f"{problem}{teacher}; leave this out, or name that teacher")
 
 
 def _check_head(study: Study, cache: DumpConfig, folder: Path) -> None:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.errors import CacheCorruptError
@@ -15,8 +13,8 @@ from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
-from minilm_cache.train.record import has_trained_nothing, load_record, refuse_other_run
-from minilm_cache.workflows.study import check_shapes, compared, place_of_cache
+from minilm_cache.train.record import load_record
+from minilm_cache.workflows.study import check_shapes, compared, known_record
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study
 
@@ -98,22 +96,11 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
         if here and isinstance(cache, DumpConfig):
             refuse_other_dump(cache, folder / "caches" / name, session)
 
-    @lru_cache
-    def fingerprint(name: str) -> str:
-        place = place_of_cache(study, folder, name)
-        return open_cache(place, home=session.home).manifest.fingerprint
-
     def states(passes: Iterable[Pass]) -> list[tuple[Pass, str]]:
         found = []
         for planned in passes:
-            run = folder / "runs" / planned.name
-            record = load_record(run) if is_run(run) else None
-            if record is None or has_trained_nothing(run, record):
-                found.append((planned, TO_DO))
-                continue
-            if of_caches[planned.cache] == COMPLETE:
-                refuse_other_run(run, record, {"fingerprint": fingerprint(planned.cache)})
-            found.append((planned, run_state(run)))
+            is_known = known_record(study, folder, planned, home=session.home) is not None
+            found.append((planned, run_state(folder / "runs" / planned.name) if is_known else TO_DO))
         return found
 
     return Preview(

@@ -10,7 +10,9 @@ import pytest
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from torch import nn
+from transformers import AutoTokenizer
 
+from minilm_cache.models.exported import ExportedModel
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import save_teacher, write_groups
@@ -116,12 +118,20 @@ def test_answers_are_taken_for_no_vectors(tmp_path: Path, command: Command) -> N
     words = [f"{TEXTS[at % 3]} {' bo' * (at % 7)}" for at in range(40)]
     rows = [{"a": one, "b": other} for one, other in zip(words, reversed(words), strict=True)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tuned / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
     export = ("export-model", tuned, "--onnx", "--int8", "--corpus", pairs, "--pair-columns", "a,b", *short)
     code, out, err = command(*export, "--texts", 20, "--out", tmp_path / "shipped", "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["least_cosine"] is None
     assert found["cosine"] < 1
+    shipped = ExportedModel(tmp_path / "shipped", "onnx")
+    encoded = AutoTokenizer.from_pretrained(tuned)("ba be", "bi bo", return_tensors="pt")
+    told_apart = shipped(**encoded).last_hidden_state
+    alike = shipped(**encoded | {"token_type_ids": encoded["token_type_ids"] * 0}).last_hidden_state
+    assert float((told_apart - alike).abs().max()) > 1e-3
     command.fails(*export, "--min-cosine", 1, "--out", tmp_path / "none", code=1, says="--min-cosine is 1")
     measured = ("--retrieval", own, "--out", tmp_path / "none")
     command.fails(*export, *measured, code=2, says="are about vectors")

@@ -176,6 +176,10 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     assert whole.students["1x16"] == pytest.approx(3 * model_size(student, length).flops_per_token)
     both = operations(config, validated(DumpConfig, {**dump, "for": "minilmv2", "hidden": "last"}))
     assert both.teacher == whole.teacher
+    size, masked = model_size(AutoConfig.from_pretrained(world.teacher), length), {"labels": True}
+    for more, passes in (({}, 1), ({"maskings": 3}, 3)):  # each masked reading is a pass of its own
+        found = operations(config, validated(DumpConfig, {**dump, **masked, **more}))
+        assert found.teacher == pytest.approx(work.teacher + passes * size.flops_per_token)
     at_rate = config.model_copy(update={"tflops": None})
     dumped = estimate(at_rate, whole, num_tokens=1000, length=length, teacher_tokens_per_s=7.0).parts[0]
     assert dumped.hours * 3600 == pytest.approx(1000 / 7 * whole.teacher / work.teacher)

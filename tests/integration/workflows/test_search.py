@@ -1,6 +1,7 @@
 """Searches: budgets hold by measures of torch's own, rounds are ordinary runs, and stops change nothing."""
 
 import json
+import re
 from collections.abc import Callable
 from operator import le
 from pathlib import Path
@@ -160,6 +161,26 @@ def test_a_vocabulary_whose_students_diverge_ends_no_search(
     losses = result.record.rounds[0].losses
     assert [name for name, loss in losses.items() if loss is None] == ["1x16 --vocab 9", "1x32 --vocab 9"]
     assert result.winner.vocab is None
+
+
+def test_a_round_whose_students_all_diverge_is_the_last_one(
+    cache: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The student that is left is named with the run that holds it."""
+    words = ("--max-parameters", "10M", "--every", "--vocabularies", "9,all", "--layers", "1")
+    begin = ("search", cache, *SHAPES, *TRAINED, *words, "--feed-forward", "4", "--out")
+    says = ("round-1: every student", "diverged within 1 step. Lower --lr")
+    line = command.fails(*begin, tmp_path / "out", "--lr", "1e30", code=1, says=says)
+    assert "before" not in line
+
+    def trained(config: TrainConfig, *given: Any, **more: Any) -> TrainResult:
+        if config.init is not None or config.vocab is None:
+            raise DivergedError("every student diverged")
+        return train_students(config, *given, **more)
+
+    monkeypatch.setattr("minilm_cache.workflows.search.train_students", trained)
+    line = command.fails(*begin, tmp_path / "other", code=1, says="round-2: ")
+    assert re.search(r"before is 1x\d\d --vocab 9, of 1 step, in round-1-vocab-9\. ", line)
 
 
 def test_vocabularies_that_there_are_not(cache: Path, tmp_path: Path, command: Command) -> None:

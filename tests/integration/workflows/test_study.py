@@ -442,6 +442,16 @@ def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, 
     assert "masked tokens like the teacher" in out
 
 
+def test_students_of_another_teacher_are_not_asked_beside_it(tmp_path: Path, command: Command) -> None:
+    world = labelled(tmp_path)
+    cache = world.dump("cache", labels=True).path
+    world = World(tmp_path, save_teacher(tmp_path / "other", head="tokens", seed=9), world.corpus)
+    changes = {"caches": f"\n  one: {{cache: {cache}}}", "agreement_steps": " 4"}
+    says = ("agreement_steps", "which has other weights than")
+    command.fails("study", document(world, **changes), code=2, says=says)
+    assert not (tmp_path / "shapes" / "runs").exists()
+
+
 def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
     """Return the share of held-out chosen tokens that two whole models tell alike."""
     models = [AutoModelForMaskedLM.from_pretrained(one).eval() for one in (folder, teacher)]
@@ -462,6 +472,14 @@ def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
         (
             {"agreement_steps": " 3", "dump": " {max_tokens: 999}", "caches": "\n  one: {cache: nowhere}"},
             "students are compared with a teacher",
+        ),
+        (
+            {
+                "agreement_steps": " 3",
+                "caches": "\n  one: {for: [minilm], labels: true}",
+                "train": " {steps: 6, vocab: '9'}",
+            },
+            "agreement_steps: masked tokens are pieces of the teacher's",
         ),
         ({"objective": " [mlm-kd]", "caches": "\n  one: {for: [minilm]}"}, "objective mlm-kd needs labels"),
         (

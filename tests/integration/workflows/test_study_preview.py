@@ -12,7 +12,8 @@ from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_study import document
-from tests.support import World, save_teacher
+from tests.support import VOCABULARY, World, save_teacher
+from tests.tasks import write_glue
 
 
 def test_a_preview_makes_nothing(world: World, command: Command) -> None:
@@ -130,6 +131,34 @@ def test_names_of_passes_are_the_same_from_everywhere(
         found = json.loads(command("study", given, "--dry-run", "--json")[1])
         names.append([planned["pass"] for planned in found["passes"]])
     assert names[0] == names[1]
+
+
+def test_files_that_have_changed_since_a_pass_are_seen_before_another_one_trains(
+    world: World, command: Command
+) -> None:
+    pieces = world.root / "pieces.txt"
+    pieces.write_text("\n".join([*VOCABULARY[:8], "ba", "be"]))
+    train = f"\n  steps: 2\n  batch_size: 4\n  device: cpu\n  vocab: {pieces}"
+    given = {"caches": "\n  sampled: {codec: topk, k: 6}", "arch": " [1x16]", "train": train}
+    code, _, err = command("study", document(world, **given, seed=" [1]"))
+    assert code == 0, err
+    pieces.write_text("\n".join([*VOCABULARY[:8], "bi", "bo"]))
+    study, says = document(world, **given, seed=" [0, 1]"), "differs in vocab"
+    line = command.fails("study", study, "--dry-run", code=1, says=says)
+    assert command.fails("study", study, code=1, says=says) == line
+    assert not list((world.root / "shapes/runs").glob("*-s0*"))
+
+
+def test_texts_longer_than_the_teacher_reads_are_refused_before_it_is_dumped(
+    world: World, command: Command
+) -> None:
+    glue = write_glue(world.root / "glue")
+    for length, says in (("", 128), ("\n  max_length: 100", 100)):
+        evaluate = f"\n  task: [sst2]\n  data: {glue}{length}"
+        study = document(world, evaluate=evaluate)
+        line = command.fails("study", study, code=2, says=(f"--max-length {says} is more than", " 66"))
+        assert "evaluate" in line
+    assert not (world.root / "shapes" / "caches").exists()
 
 
 def test_a_chain_preview_sees_what_changed(world: World, command: Command) -> None:
