@@ -14,7 +14,6 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.corpus.formats import file_of_records
-from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.student import class_names
@@ -122,6 +121,8 @@ def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
     for what, is_so in several.items():
         if is_so:
             raise InvalidConfigError(f"--own-labels: in this cache {what}, and labels cannot be read then.")
+    from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes a while
+
     corpus = load_corpus(str(file), labels.text_column, pair_columns=labels.pair_columns, home=home)
     if corpus.identity.sha256 != manifest.texts_sha256:
         raise InvalidConfigError(

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from minilm_cache.cache import Cache
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import packing_of
-from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tokenizer import load_tokenizer
@@ -323,6 +322,8 @@ def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor
         most: number of tokens to fit to.
     """
     tokenizer = load_tokenizer(folder)
+    from minilm_cache.corpus.tokenise import tokens_of  # noqa: PLC0415 - it takes a while
+
     packing = packing_of(
         tokenizer,
         mode="packed",
