@@ -13,6 +13,7 @@ from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.early import (
     refuse_missing,
     refuse_no_extra,
+    refuse_no_own_data,
     refuse_no_task_data,
     refuse_no_text,
     refuse_no_texts,
@@ -25,6 +26,7 @@ from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
+from minilm_cache.evaluate.settings import RetrievalData
 from minilm_cache.settings import (
     SliceConfig,
     TokenizeConfig,
@@ -225,6 +227,8 @@ def export_model(
     if config.retrieval is not None or config.data is not None:
         refuse_no_extra("sentence-transformers", "eval", for_what="a score of vectors")
         refuse_no_task_data(config.data, ["stsb"], reads_training=False)
+    if config.retrieval is not None:
+        refuse_no_own_data(RetrievalData(retrieval=config.retrieval))
     refuse_no_texts(config, model)
     from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
 

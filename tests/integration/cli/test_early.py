@@ -59,6 +59,7 @@ MISTAKES = {
     "dump --teacher teacher --corpus notes.txt --add nosuch --for embedding": "no cache at nosuch",
     "embeddings mini --data nosuch": "--data nosuch: no such folder",
     "export-model mini --onnx --out o --data nosuch": "--data nosuch: no such folder",
+    "export-model mini --onnx --out o --retrieval groups.jsonl": "groups.jsonl, line 1 has no text",
     "generate teacher": "give texts, or a file that has them",
     "generate teacher a --answer b --answer c": "--answer is given 2 times for 1 text.",
     "generate teacher a --file groups.jsonl": "give texts or --file groups.jsonl, not both",
