@@ -90,17 +90,11 @@ def main() -> None:
         config = validated(EvaluateConfig, {**tuning, "seeds": given.seeds})
         tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
         train = {**RECIPES[label], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
-        stages: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"task stage": ({}, train)}
-        if label in ALL_LABELLED:
-            stages["task stage with labels"] = {}, {**train, "label_weight": LABEL_WEIGHT}
-        if label in OF_PAIRS:
-            stages["task stage with further pairs"] = {"mine": MINI}, train
-        if given.augment is not None:
-            copies = {"augment": given.augment, "copies": given.copies}
-            stages["task stage with copies"] = copies, train
+        stages = _stages(label, train, augment=given.augment, copies=given.copies)
         scores = dict(
             zip(["teacher", *(f"{arch}, fine-tuned alone" for arch in ARCHS)], _scores(tuned), strict=True)
         )
+        num_texts = 0
         for way, (more, settings) in stages.items():
             of_seeds = []
             name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
@@ -113,6 +107,7 @@ def main() -> None:
                     session=session,
                 )
                 of_seeds.append(_scores(stage.evaluation))
+                num_texts = max(num_texts, stage.num_texts)
             of_stage = ["teacher, as it is", *(f"{arch}, {way}" for arch in ARCHS)]
             scores |= dict(zip(of_stage, map(_over_seeds, zip(*of_seeds, strict=True)), strict=True))
         for way, objective in BEFORE.items():
@@ -123,13 +118,32 @@ def main() -> None:
         rows = read_result("task_stage").get("tasks", {})
         rows[label] = {
             "labelled": LABELLED[label],
-            "texts": stage.num_texts,
+            "texts": num_texts,
             "steps": RECIPES[label]["steps"],
             "seeds": given.seeds,
             **({} if given.augment is None else {"copies": given.copies}),
             "scores": scores,
         }
         add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _stages(
+    label: str, train: dict[str, Any], *, augment: str | None, copies: int
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the settings of each task stage of a task, and those of its training, by its name."""
+    stages: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"task stage": ({}, train)}
+    if label in ALL_LABELLED:
+        stages["task stage with labels"] = {}, {**train, "label_weight": LABEL_WEIGHT}
+    if label in OF_PAIRS:
+        stages["task stage with further pairs"] = {"mine": MINI}, train
+    if augment is not None:
+        copied = {"augment": augment, "copies": copies}
+        stages["task stage with copies"] = copied, train
+        if label not in ALL_LABELLED:
+            alone = {"max_train": LABELLED[label]}
+            stages["task stage of labelled texts"] = alone, train
+            stages["task stage of labelled texts with copies"] = {**alone, **copied}, train
+    return stages
 
 
 def _fine_tuned_after(
