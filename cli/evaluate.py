@@ -69,7 +69,8 @@ def evaluate(
     refuse_no_extra("eval", for_what="evaluate")
     refuse_no_task_data(config.data, config.task)
     refuse_no_columns(config)
-    refuse_too_long_of(config, models, config.revision)
+    if config.max_length is not None:
+        refuse_too_long_of(config, models, config.revision)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()

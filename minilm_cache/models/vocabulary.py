@@ -476,6 +476,11 @@ class OtherTokenizer(StudentTokens):
         return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), self.pad_token)
 
 
+def name_of(kept: Sequence[int]) -> str:
+    """Return the name of some pieces of a tokenizer, by their numbers."""
+    return canonical_sha256(list(kept))[:12]
+
+
 class Vocabulary(StudentTokens):
     """The pieces that students have of a cache's tokenizer.
 
@@ -493,7 +498,7 @@ class Vocabulary(StudentTokens):
         """
         self.pieces, self.kept = pieces, tuple(kept)
         self.tokenizer = pieces.trimmed(kept)
-        self.name = canonical_sha256(list(kept))[:12]
+        self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))

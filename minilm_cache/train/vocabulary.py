@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.models.vocabulary import Coverage, Pieces, Vocabulary
+from minilm_cache.models.vocabulary import Coverage, Pieces, Vocabulary, name_of
 from minilm_cache.settings import OF_TEXTS, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.train.card import cached_tokenizer, student_prompts
@@ -35,13 +35,27 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
         raise InvalidConfigError(
             f"--vocab {OF_TEXTS} goes with trim. A cache has its own text: give --vocab cache."
         )
-    asked, prompts = asked_vocabulary(config.vocab), student_prompts(cache.reader)
-    pieces = Pieces(cached_tokenizer(cache.reader), prompts.by_name.values())
+    asked, pieces = asked_vocabulary(config.vocab), _pieces(cache)
     counts, of_held_out = (
         pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
     )
     kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
     return Vocabulary(pieces, counts + of_held_out, kept)
+
+
+def listed_name(config: TrainConfig, cache: Cache) -> str | None:
+    """Return the name of the pieces that a file or the folder of a model lists; no sequence is read.
+
+    None means that `--vocab` names neither.
+    """
+    asked = None if config.vocab is None else asked_vocabulary(config.vocab)
+    if asked is None or asked.file is None:
+        return None
+    return name_of(_pieces(cache).listed(asked.file))
+
+
+def _pieces(cache: Cache) -> Pieces:
+    return Pieces(cached_tokenizer(cache.reader), student_prompts(cache.reader).by_name.values())
 
 
 def refuse_own_tokens(cache: Cache, option: str) -> None:

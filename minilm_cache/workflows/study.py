@@ -49,7 +49,7 @@ from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
-from minilm_cache.train.vocabulary import student_vocabulary
+from minilm_cache.train.vocabulary import listed_name
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -130,9 +130,8 @@ def known_record(study: Study, folder: Path, planned: Pass, *, home: Path | None
     if is_given or ((Path(place) / MANIFEST).is_file() and read_manifest(Path(place)).complete):
         cache, config = open_cache(place, home=home), planned.config
         asked: dict[str, Any] = {"fingerprint": cache.manifest.fingerprint}
-        vocabulary = student_vocabulary(config, cache)
-        if vocabulary is not None:
-            asked["vocab"] = vocabulary.name
+        if (pieces := listed_name(config, cache)) is not None:
+            asked["vocab"] = pieces
         if config.own_labels is not None and (labels := own_labels(cache, config, home=home)) is not None:
             asked["own_labels"] = labels.sha256
         refuse_other_run(run, record, asked)
