@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, first_line, needs
-from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run, has_sides
-from minilm_cache.models.load import is_classifier
+from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run
+from minilm_cache.models.load import has_sides, is_classifier
 from minilm_cache.models.pooling import SentenceEncoder
 
 with needs("an export", "onnx"):

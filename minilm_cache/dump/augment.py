@@ -29,7 +29,7 @@ from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model
+from minilm_cache.models.load import has_sides, load_model
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.tap import Tap, TappedModel
@@ -245,7 +245,7 @@ class _WordReplacer:
     @cached_property
     def _has_segments(self) -> bool:
         """Whether the model distinguishes segments."""
-        return int(getattr(self.model.model.config, "type_vocab_size", 0) or 0) > 1
+        return has_sides(self.model.model.config)
 
     def _whole_words(self, logits: Tensor) -> list[str]:
         """Return the likeliest tokens that are whole words."""

@@ -34,11 +34,6 @@ Run = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs a file on its inputs, by name, each `(batch, length)`, and returns its output."""
 
 
-def has_sides(config: PreTrainedConfig) -> bool:
-    """Return whether a model tells the sides of a pair of texts apart, by segments."""
-    return (getattr(config, "type_vocab_size", 0) or 0) > 1
-
-
 def runtime_of(folder: Path) -> Runtime | None:
     """Return what runs the model in a folder. None means torch: there are weights, or no model at all.
 

@@ -32,7 +32,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs, Part
-from minilm_cache.models.load import draw_weights, load_weights
+from minilm_cache.models.load import draw_weights, has_sides, load_weights
 from minilm_cache.models.tap import gathered
 from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 
@@ -77,7 +77,7 @@ def _positions(model: Any) -> Any:  # noqa: ANN401 - an embedding, or None where
 
 def _segments(model: PreTrainedModel, is_target: Tensor) -> dict[str, Tensor]:
     """Return the segments of tokens, 1 in the target, where the model's family has two."""
-    has_two = getattr(model.config, "type_vocab_size", 1) > 1
+    has_two = has_sides(model.config)
     return {"token_type_ids": is_target.to(torch.int64)} if has_two else {}
 
 

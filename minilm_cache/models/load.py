@@ -333,6 +333,11 @@ def head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str
     }
 
 
+def has_sides(config: PreTrainedConfig) -> bool:
+    """Return whether a model tells the sides of a pair of texts apart, by segments."""
+    return (getattr(config, "type_vocab_size", 0) or 0) > 1
+
+
 def refuse_segments(config: PreTrainedConfig, pair: PairTemplate | None, name: str) -> None:
     """Raise TeacherError for a model that does not know the segments that a tokenizer gives pairs of texts.
 

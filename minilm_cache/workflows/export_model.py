@@ -21,8 +21,8 @@ from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
-from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes, has_sides
-from minilm_cache.models.load import load_model
+from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes
+from minilm_cache.models.load import has_sides, load_model
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
 from minilm_cache.models.truncate import saving

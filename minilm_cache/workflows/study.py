@@ -6,7 +6,7 @@ each batch together. Caches and runs are ordinary ones in the study's folder; co
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +102,25 @@ def run_study(
     session, folder = session.with_absolute_home(), folder.absolute()
     study = study.grown(folder)
     check_shapes(study, session.home, here=cluster is None)
+    opened = lru_cache(partial(open_cache, home=session.home))
     for planned in study.passes:
-        known_record(study, folder, planned, home=session.home)
+        known_record(study, folder, planned, opened=opened, home=session.home)
     results = run_jobs(_jobs(study, folder), cluster, folder=folder, session=session)
     result: StudyResult = results[-1]
     return result
 
 
-def known_record(study: Study, folder: Path, planned: Pass, *, home: Path | None) -> RunRecord | None:
+def known_record(
+    study: Study, folder: Path, planned: Pass, *, opened: Callable[[str], Cache], home: Path | None
+) -> RunRecord | None:
     """Return the record of a pass that is there. None means that it has trained nothing yet.
 
     Args:
         study: the study.
         folder: folder of the study.
         planned: the pass.
-        home: folder for local copies of caches at URLs.
+        opened: opens a cache, which several passes may have in common.
+        home: folder of what is kept of texts. None means that nothing is kept.
 
     Raises:
         IdentityMismatchError: the pass was trained from another cache, or with other pieces or labels than
@@ -128,7 +132,7 @@ def known_record(study: Study, folder: Path, planned: Pass, *, home: Path | None
         return None
     is_given = isinstance(study.caches.get(planned.cache), str)
     if is_given or ((Path(place) / MANIFEST).is_file() and read_manifest(Path(place)).complete):
-        cache, config = open_cache(place, home=home), planned.config
+        cache, config = opened(place), planned.config
         asked: dict[str, Any] = {"fingerprint": cache.manifest.fingerprint}
         if (pieces := listed_name(config, cache)) is not None:
             asked["vocab"] = pieces

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
+from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.errors import CacheCorruptError
@@ -96,10 +98,12 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
         if here and isinstance(cache, DumpConfig):
             refuse_other_dump(cache, folder / "caches" / name, session)
 
+    opened = lru_cache(partial(open_cache, home=session.home))
+
     def states(passes: Iterable[Pass]) -> list[tuple[Pass, str]]:
         found = []
         for planned in passes:
-            is_known = known_record(study, folder, planned, home=session.home) is not None
+            is_known = known_record(study, folder, planned, opened=opened, home=session.home) is not None
             found.append((planned, run_state(folder / "runs" / planned.name) if is_known else TO_DO))
         return found
 
