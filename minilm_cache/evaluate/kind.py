@@ -101,18 +101,22 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
             TeacherError: the model has none.
             InvalidConfigError: it has no head for the task, or the kind has no models that are scored so.
         """
-        raise InvalidConfigError(
-            f"--as-is scores classes, values and generated texts, not {self.task.title}: {model.name} must "
-            "be fine-tuned. Leave it out."
-        )
+        raise self._without_answers(model)
 
     def load_as_is(self, model: Evaluated) -> nn.Module:
-        """Return a model with the head that it has, for which `as_tuned` was called.
+        """Return a model with the head that it has.
 
         Raises:
             TeacherError: the folder has no model that can be loaded.
+            InvalidConfigError: same as for `as_tuned`.
         """
-        raise NotImplementedError
+        raise self._without_answers(model)
+
+    def _without_answers(self, model: Evaluated) -> InvalidConfigError:
+        return InvalidConfigError(
+            f"--as-is scores classes, values and generated texts, not {self.task.title}: {model.name} must "
+            "be fine-tuned. Leave it out."
+        )
 
     @property
     def must_read(self) -> int:

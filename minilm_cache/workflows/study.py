@@ -136,7 +136,7 @@ def known_record(
         asked: dict[str, Any] = {"fingerprint": cache.manifest.fingerprint}
         if (pieces := listed_name(config, cache)) is not None:
             asked["vocab"] = pieces
-        if config.own_labels is not None and (labels := own_labels(cache, config, home=home)) is not None:
+        if (labels := own_labels(cache, config, home=home)) is not None:
             asked["own_labels"] = labels.sha256
         refuse_other_run(run, record, asked)
     return record

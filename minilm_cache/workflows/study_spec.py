@@ -374,7 +374,7 @@ def _check_labels(source: Source, document: StudyDocument, caches: Mapping[str, 
     if document.agreement_steps is not None and not isinstance(document.dump.get("teacher"), str):
         source.fail(("agreement_steps",), "students are compared with a teacher; give it under dump")
     if document.agreement_steps is not None and document.train.get("vocab") is not None:
-        problem = "masked tokens are pieces of the teacher's, which students of --vocab lack; leave this out"
+        problem = "masked tokens are pieces of the teacher's, which students with vocab lack; leave this out"
         source.fail(("agreement_steps",), problem)
     unlabelled = [
         name for name, cache in caches.items() if isinstance(cache, DumpConfig) and not cache.labels

@@ -205,15 +205,19 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     )
     nan = write(tmp_path / "nan.csv", [{"text": "ba", "label": "1.5"}, {"text": "be", "label": "nan"}])
     command.fails(*base, nan, "--metric", "pearson", code=1, says="label 'nan' is not a number")
-    empty = tmp_path / "empty.csv"
+    alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
+    command.fails(*base, alone, code=1, says="has one text")
+
+
+def test_a_file_with_a_header_alone_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> None:
+    good, empty = write(tmp_path / "good.csv", rows()), tmp_path / "empty.csv"
     empty.write_text("text,label\n")
+    base = ("evaluate", teacher, "--max-length", 32, "--out", tmp_path / "out", "--task")
     for words in ((empty, "--metric", "pearson"), (empty, "--as-is"), (good, "--dev", empty)):
         command.fails(*base, *words, code=1, says="empty.csv has no records")
     command.fails(
         *("generate", teacher, "--file", empty, "--text-columns", "text"), code=1, says="has no records"
     )
-    alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
-    command.fails(*base, alone, code=1, says="has one text")
 
 
 def test_a_sentence_encoder_that_was_fine_tuned_teaches_its_answers(tmp_path: Path, command: Command) -> None:
