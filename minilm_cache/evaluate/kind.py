@@ -20,7 +20,7 @@ from minilm_cache.evaluate.examples import Track
 from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.evaluate.tasks import Generation, Task
+from minilm_cache.evaluate.tasks import Generation, SpanTask, Task, TextTask
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 AnyExample = TypeVar("AnyExample")
@@ -234,3 +234,18 @@ def logits_of(trainer: Any, features: Features) -> list[npt.NDArray[np.float32]]
 def are_finite(logits: Sequence[npt.NDArray[np.float32]]) -> bool:
     """Return whether all logits are numbers; those of a training that diverged are not."""
     return all(bool(np.isfinite(part).all()) for part in logits)
+
+
+def kind_of(task: Task) -> Kind[Any, Any]:
+    """Return what a task's kind owns. Only that kind's libraries load: all of them take a second."""
+    if isinstance(task, TextTask):
+        from minilm_cache.evaluate.texts import TextKind  # noqa: PLC0415 - see above
+
+        return TextKind(task)
+    if isinstance(task, SpanTask):
+        from minilm_cache.evaluate.spans import SpanKind  # noqa: PLC0415
+
+        return SpanKind(task)
+    from minilm_cache.evaluate.generation import GenerationKind  # noqa: PLC0415
+
+    return GenerationKind(task)

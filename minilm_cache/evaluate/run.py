@@ -19,8 +19,7 @@ from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_ca
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.finetune import TRIALS_KEPT, Tuned, check_device, fine_tune
-from minilm_cache.evaluate.kind import Kind, Scores
-from minilm_cache.evaluate.kinds import kind_of
+from minilm_cache.evaluate.kind import Kind, Scores, kind_of
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_task import read_own_task
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord, is_own_task

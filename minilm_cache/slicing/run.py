@@ -23,7 +23,7 @@ from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask
 from minilm_cache.settings import SliceConfig
 from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of_corpus
-from minilm_cache.slicing.shapes import check_cut, take_layer_types
+from minilm_cache.slicing.parts import check_cut, take_layer_types
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import new_folder, refuse_existing

@@ -18,7 +18,7 @@ from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
-from minilm_cache.slicing.shapes import check_cut, check_sizes, take_layer_types
+from minilm_cache.slicing.parts import check_cut, check_sizes, take_layer_types
 from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256

@@ -18,7 +18,7 @@ from tests.conftest import Command
 from tests.support import save_teacher, write_hub
 from tests.tasks import evaluated, write_glue, write_squad, write_sst2
 
-KINDS = ("evaluate.kinds", "evaluate.texts", "evaluate.spans", "evaluate.generation", "evaluate.metrics")
+KINDS = ("evaluate.kind", "evaluate.texts", "evaluate.spans", "evaluate.generation", "evaluate.metrics")
 """Modules that need the libraries of scores."""
 SST2 = next(task for task in TASKS.values() if isinstance(task, TextTask) and task.name == "sst2")
 

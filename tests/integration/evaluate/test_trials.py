@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from minilm_cache.evaluate.card import Score, Summary
 from minilm_cache.evaluate.examples import SpanExample
 from minilm_cache.evaluate.finetune import _arguments
-from minilm_cache.evaluate.kinds import kind_of
+from minilm_cache.evaluate.kind import kind_of
 from minilm_cache.evaluate.run import _may_be_chance
 from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.spans import SpanAnswer

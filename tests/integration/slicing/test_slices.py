@@ -17,7 +17,7 @@ from minilm_cache.models.load import load_weights
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.slicing.cut import Recipe, cut
 from minilm_cache.slicing.forward import Calibration, num_tokens, of_corpus
-from minilm_cache.slicing.shapes import check_cut
+from minilm_cache.slicing.parts import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.conftest import Command

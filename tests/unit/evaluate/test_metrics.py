@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minilm_cache.evaluate.examples import SpanExample
-from minilm_cache.evaluate.kinds import kind_of
+from minilm_cache.evaluate.kind import kind_of
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.spans import span_scores, words_of
 from minilm_cache.evaluate.tasks import TASKS, Metric
