@@ -13,15 +13,19 @@ import pyarrow as pa
 
 from minilm_cache.corpus.sequences import TokenBatch
 from minilm_cache.dump.claims import Claim
+from minilm_cache.errors import TeacherError
 from minilm_cache.relations.transfer import Arrival
 from minilm_cache.storage_schema.arrays import entropy_column
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import OTHERS_FOLDER, STATES_FOLDER
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
 from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 
 TOKENS: Final = "tokens"
 """Path of the token ids, which a shard's files keep until they are committed."""
+_AS_THEY_ARE: Final = (STATES_FOLDER, OTHERS_FOLDER)
+"""Folders of arrays whose numbers, where they are floats, are those that the teacher gave."""
 
 
 class Room:
@@ -95,12 +99,21 @@ class Segment:
         Args:
             chosen: places of the batch's sequences in the segment.
             arriving: path of each array to the rows of their tokens, one sequence after the other.
+
+        Raises:
+            TeacherError: a number that is stored as it is is not finite. It is looked for here, so that no
+                device waits.
         """
         arrived = arriving.wait()
         sequences, tokens = self._places(chosen)
         for kind, values in self.entropy.items():
             values[sequences] = arrived.pop(entropy_column(kind)).numpy()
         for path, rows in arrived.items():
+            if rows.is_floating_point() and path.startswith(_AS_THEY_ARE) and not rows.isfinite().all():
+                raise TeacherError(
+                    f"{path} would have NaN, infinity or a number that {rows.dtype} cannot hold. Check the "
+                    "teacher's weights. Leave this state out, or let a signal of your own have dtype float32."
+                )
             self.rows[path][sequences if path in self.by_sequence else tokens] = rows.numpy()
 
     def _places(self, chosen: npt.NDArray[np.int64]) -> tuple[_Places, _Places]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS
 from minilm_cache.codecs.transform import Bound, TransformCode
-from minilm_cache.errors import CacheCorruptError, TeacherError
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Tap
@@ -111,8 +111,6 @@ class AsIs(SignalCodec):
     dtype: torch.dtype
     place: Literal["token", "sequence", "first"]
     """Where the rows of a sequence stand."""
-    is_own: bool = False
-    """Whether the numbers come from a user's code, which may give any."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -122,11 +120,6 @@ class AsIs(SignalCodec):
     def encode(self, values: Tensor, length: int) -> Mapping[str, Tensor]:
         """Return values in the type of the array."""
         stored = values.to(self.dtype)
-        if self.is_own and not bool(stored.isfinite().all()):
-            raise TeacherError(
-                f"{self.path} would have NaN, infinity or a number that {self.dtype} cannot hold. Correct "
-                "the signal, or let it have dtype float32."
-            )
         if self.place == "first":
             stored = torch.nn.functional.pad(stored[:, None], (0, 0, 0, length - 1))
         return {self.path: stored[:, None] if self.place == "sequence" else stored}
@@ -183,4 +176,4 @@ class OwnSignal(ValueSignal):
 
 def codec_of_other(other: OtherSignal) -> SignalCodec:
     """Return how a signal is stored that is not of this release; its own code is not needed."""
-    return AsIs(other.as_name.folder, getattr(torch, other.dtype), other.axis, is_own=True)
+    return AsIs(other.as_name.folder, getattr(torch, other.dtype), other.axis)

@@ -1,7 +1,7 @@
 """Remove caches and runs, and caches of stores: only what is one, nobody writes, and nothing else needs."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
-from minilm_cache.store.durable import storage_errors
+from minilm_cache.storage_schema.base import parse
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
+from minilm_cache.store.creation import STAGING
+from minilm_cache.store.durable import bounded_bytes, storage_errors
 from minilm_cache.store.layout import BEGUN, LOCKS, MANIFEST
-from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs_in
@@ -20,6 +22,8 @@ from minilm_cache.train.record import load_record
 
 _MARK: Final = ".being-removed"
 _FILE: Final = "file://"
+_BESIDE: Final = {MANIFEST: ("zarr.json", "tokens/"), BEGUN: (f"{STAGING}/",)}
+"""Records of caches, and what lies beside a damaged one: other programs have files of these names, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +81,25 @@ def find_removal(name: str, home: Path) -> Removal:
 
 
 def _is_cache(path: Path) -> bool:
-    """Return whether a folder is a cache: other folders may have a file called manifest.json, too."""
-    if not (path / MANIFEST).is_file():
-        return (path / BEGUN).is_file()
-    with suppress(MiniLMCacheError):
-        read_manifest(path)
-        return True
-    return (path / "zarr.json").is_file() and (path / "tokens").is_dir()  # it is damaged
+    files = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return _has_record(files, lambda name: bounded_bytes(path / name, MAX_MANIFEST_BYTES))
+
+
+def _has_record(files: Iterable[str], read: Callable[[str], bytes]) -> bool:
+    """Return whether files are those of a cache, whose record may be damaged.
+
+    Args:
+        files: names of all files, relative to their folder.
+        read: returns the content of a file.
+    """
+    names = set(files)
+    for record in _BESIDE.keys() & names:
+        with suppress(MiniLMCacheError, OSError):
+            parse(CacheManifest, read(record), record)
+            return True
+        if all(any(name.startswith(beside) for name in names) for beside in _BESIDE[record]):
+            return True
+    return False
 
 
 def _is_run(path: Path) -> bool:
@@ -99,12 +115,16 @@ def _is_run(path: Path) -> bool:
 def _find_remote(url: str, home: Path) -> Removal:
     folder = open_store(url)
     sizes = folder.sizes()
-    below = next((name for name in sizes if name.endswith(f"/{MANIFEST}")), None)
+    records = tuple(f"/{record}" for record in _BESIDE)
+    below = next((name for name in sizes if name.endswith(records)), None)
     if below is not None:
         raise InvalidConfigError(
-            f"{folder.url} holds another cache, {below.removesuffix(f'/{MANIFEST}')}. Remove that one first."
+            f"{folder.url} holds another cache, {below.rpartition('/')[0]}. Remove that one first."
         )
-    if not {MANIFEST, BEGUN, _MARK} & sizes.keys():
+    is_cache = _MARK in sizes or _has_record(sizes, lambda name: folder.read(name, MAX_MANIFEST_BYTES))
+    if not is_cache and _BESIDE.keys() & sizes.keys():
+        raise InvalidConfigError(f"{folder.url} is neither a cache nor a run. Remove it by other means.")
+    if not is_cache:
         raise CacheNotFoundError(
             f"no cache at {folder.url}, complete or begun. `minilm-cache ls STORE` lists those of a store."
         )

@@ -156,6 +156,18 @@ def test_what_others_may_write_in_a_store_is_kept(command: Command, store: str) 
     assert folder.sizes() == {}
 
 
+@pytest.mark.parametrize("record", ["manifest.json", BEGUN])
+def test_files_of_other_programs_stay_in_a_store(command: Command, store: str, record: str) -> None:
+    """A file of a web site or of another program may have the name of a cache's record."""
+    folder = open_store(store).below("site")
+    for name in (record, "index.html", "photos/1.jpg"):
+        folder.write(name, b'{"name": "a web site"}')
+    command.fails("rm", folder.url, "--yes", "--force", code=2, says="neither a cache nor a run")
+    folder.below("inner").write(BEGUN, b"{}")
+    command.fails("rm", folder.url, "--yes", "--force", code=2, says=("holds another cache", "inner"))
+    assert {record, "index.html", "photos/1.jpg"} <= folder.sizes().keys()
+
+
 def test_a_url_of_a_folder_is_the_folder(
     world: World, run: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

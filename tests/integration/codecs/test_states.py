@@ -7,8 +7,10 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import open_cache
+from minilm_cache.errors import TeacherError
 from minilm_cache.relations.signals import SparseLabels
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
+from minilm_cache.store.index import committed_shards
 from tests.integration.codecs.conftest import EVERYTHING, MASK, held_out, outputs, relative, world_of
 from tests.support import VOCABULARY, World, write_corpus
 
@@ -89,6 +91,16 @@ def test_answers_of_a_classifier_are_stored_as_they_are(tmp_path: Path) -> None:
     for sequence in held_out(world):
         found = sequence.states()[LOGITS]
         torch.testing.assert_close(found[0], outputs(model, sequence.input_ids)["logits"])
+
+
+def test_a_state_that_float16_cannot_hold_ends_the_dump_at_once(tmp_path: Path) -> None:
+    world = world_of(tmp_path, "tokens")
+    model = AutoModelForMaskedLM.from_pretrained(world.teacher)
+    model.bert.encoder.layer[-1].output.LayerNorm.weight.data *= 1e6
+    model.save_pretrained(world.teacher)
+    with pytest.raises(TeacherError, match=r"states/first/\d would have NaN, infinity or a number"):
+        world.dump(codec="none", first_hidden="last", shard_tokens=256)
+    assert list(committed_shards(world.root / "cache", 4)) == []
 
 
 def test_masks_are_berts(tmp_path: Path) -> None:
