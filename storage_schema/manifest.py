@@ -114,6 +114,8 @@ TEACHER_WEIGHTS: Final = "teacher/model.safetensors"
 PROMPTS_FILE: Final = "config_sentence_transformers.json"
 """File of a teacher's prompts, in a folder of sentence-transformers and in `TEACHER_FOLDER`."""
 TEACHER_PROMPTS: Final = f"{TEACHER_FOLDER}/{PROMPTS_FILE}"
+OUTSIDE: Final = frozenset({TEACHER_WEIGHTS, TEACHER_PROMPTS})
+"""Files that a cache may have or lack, and get anew, as its identity says nothing of them."""
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.run import DumpResult, dump_cache, write_cache
+from minilm_cache.dump.run import DumpResult, dump_cache, outside_identity, write_cache
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.manifest import RANGES, CacheManifest
 from minilm_cache.store.creation import (
     OtherBeginningError,
     begun_manifest,
@@ -111,9 +111,10 @@ def _complete(
     if RANGES in manifest.files:  # format 1 has its ranges in the manifest
         write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
     num_shards = len(read_ranges(root, manifest))
-    if resolved.config.keep_weights:
-        weights = resolved.teacher.half_weights()
-        manifest = attach_in_store(target, root, manifest, path=TEACHER_WEIGHTS, content=weights)
+    for path, content in outside_identity(
+        resolved.teacher, manifest, config=resolved.config, session=session
+    ):
+        manifest = attach_in_store(target, root, manifest, path=path, content=content)
     return DumpResult(
         path=root,
         manifest=manifest,

@@ -29,6 +29,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.signals.table import SIGNALS, value_signal
 from minilm_cache.storage_schema.identity import Packing, RelationKind
+from minilm_cache.storage_schema.manifest import TEACHER_PROMPTS
 from minilm_cache.storage_schema.states import Pooling, StatesIdentity
 
 MAX_SHARDS = 16
@@ -132,15 +133,7 @@ def recheck(
         head=head,
         precision="float32" if is_tf32 and own_device.type != "cuda" else identity.precision or "float32",
     )
-    differing = [
-        f"the teacher's {name}"
-        for name, value in identity.teacher.model_dump().items()
-        if getattr(teacher.identity, name) != value
-    ]
-    if teacher.tokenizer_sha256 != identity.tokenizer_sha256:
-        differing.append("the tokenizer")
-    elif not _has_same_template(identity.packing, teacher):
-        differing.append("the special tokens that the tokenizer puts around a text")
+    differing = _differing_parts(cache, teacher)
     wrong_tokens: tuple[int, ...] = ()
     if corpus is not None:
         if corpus.identity_for(identity.packing.split) != identity.corpus:
@@ -165,6 +158,23 @@ def recheck(
         differences=_differences(cache, teacher, session) if is_alike else (),
         states=_state_differences(cache, teacher, session) if is_alike and has_states else (),
     )
+
+
+def _differing_parts(cache: Cache, teacher: Teacher) -> list[str]:
+    """Return what of a teacher, its tokenizer and its prompts differs from what the manifest states."""
+    identity, files = cache.manifest.identity, cache.manifest.files
+    differing = [
+        f"the teacher's {name}"
+        for name, value in identity.teacher.model_dump().items()
+        if getattr(teacher.identity, name) != value
+    ]
+    if teacher.tokenizer_sha256 != identity.tokenizer_sha256:
+        differing.append("the tokenizer")
+    elif not _has_same_template(identity.packing, teacher):
+        differing.append("the special tokens that the tokenizer puts around a text")
+    if TEACHER_PROMPTS in files and teacher.has_other_prompts(files):
+        differing.append("the teacher's prompts or its similarity")
+    return differing
 
 
 def _state_differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[StateDifference, ...]:

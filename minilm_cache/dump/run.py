@@ -1,6 +1,6 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,17 @@ from minilm_cache.dump.setup import (
 from minilm_cache.dump.shards import ShardJob
 from minilm_cache.errors import CacheCorruptError, ShardBusyError
 from minilm_cache.models.device import enough_memory
+from minilm_cache.models.prompts import Prompts
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import INDEX, TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import (
+    INDEX,
+    TEACHER_PROMPTS,
+    TEACHER_WEIGHTS,
+    CacheManifest,
+    Measured,
+)
 from minilm_cache.store.card import attach, seal_with_preview
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
@@ -107,7 +115,7 @@ def dump_cache(
     if cache_store is not None and not (path / MANIFEST).exists():
         pulled = _pull_if_there(cache_store, resolved.identity, path=path, session=session)
         if pulled is not None:
-            return _with_weights(pulled, resolved)
+            return _completed(pulled, resolved, session)
     return write_cache(
         resolved,
         SequenceReader.of(resolved.teacher, resolved.identity.states),
@@ -153,13 +161,40 @@ def write_cache(
             return _write_shards(job, resolved.path, session=session)
 
 
-def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
-    """Add the teacher's weights to a cache that was pulled, where they are to be kept."""
-    if not resolved.config.keep_weights:
-        return pulled
-    weights = resolved.teacher.half_weights()
-    manifest = attach(pulled.path, pulled.manifest, path=TEACHER_WEIGHTS, content=weights)
+def _completed(pulled: DumpResult, resolved: ResolvedDump, session: Session) -> DumpResult:
+    """Add to a cache that was pulled what is outside its identity."""
+    manifest = pulled.manifest
+    for path, content in outside_identity(
+        resolved.teacher, manifest, config=resolved.config, session=session
+    ):
+        manifest = attach(pulled.path, manifest, path=path, content=content)
     return replace(pulled, manifest=manifest)
+
+
+def outside_identity(
+    teacher: Teacher, manifest: CacheManifest, *, config: DumpConfig, session: Session
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the files that a complete cache is to have anew, as its identity says nothing of them.
+
+    These are prompts and a similarity of the teacher that are others than those in the cache, which students
+    would get, and weights that are to be kept.
+
+    Args:
+        teacher: the teacher as it is now.
+        manifest: manifest of the cache.
+        config: settings of the dump.
+        session: its progress says that prompts are replaced.
+
+    Raises:
+        TeacherError: a weight is too large for float16.
+    """
+    if teacher.has_other_prompts(manifest.files):
+        session.progress.note(
+            "the teacher's prompts or its similarity are others than in this cache, which gets those of now"
+        )
+        yield TEACHER_PROMPTS, teacher.prompts_file or Prompts({}, None).to_json()
+    if config.keep_weights:
+        yield TEACHER_WEIGHTS, teacher.half_weights()
 
 
 def _write_shards(job: ShardJob, path: Path, *, session: Session) -> DumpResult:
@@ -220,7 +255,7 @@ def _finish(job: ShardJob, session: Session) -> None:
     """Seal the cache if every shard exists, and write a damaged preview again."""
     writer, teacher = job.writer, job.reader.teacher
     is_whole = writer.is_complete and not writer.has_damaged_preview
-    if is_whole and not job.config.keep_weights:
+    if is_whole and not job.config.keep_weights and not teacher.has_other_prompts(writer.manifest.files):
         return  # nothing is written, so that the folder may be another user's
     with writer.sealing() as ready:
         if ready:
@@ -229,8 +264,11 @@ def _finish(job: ShardJob, session: Session) -> None:
             session.progress.note("the preview is damaged and is written again")
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
             writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
-        if job.config.keep_weights and writer.is_complete:
-            writer.attach(TEACHER_WEIGHTS, teacher.half_weights())
+        if writer.is_complete:
+            for path, content in outside_identity(
+                teacher, writer.manifest, config=job.config, session=session
+            ):
+                writer.attach(path, content)
 
 
 def _pull_if_there(

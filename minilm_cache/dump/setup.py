@@ -155,6 +155,8 @@ def resolve_dump(
         plain = config.with_changes(precision="float32")
         return resolve_dump(plain, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     refuse_file(path)
+    if config.keep_weights:
+        teacher.refuse_large_weights()
     _remember(session, teacher)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():

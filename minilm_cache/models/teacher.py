@@ -1,7 +1,7 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
+from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     PairTemplate,
@@ -44,6 +45,7 @@ from minilm_cache.storage_schema.manifest import (
     TOKENIZER_FILES,
 )
 from minilm_cache.storage_schema.states import PoolingMode
+from minilm_cache.store.checked import digest_bytes
 
 _LOADED_BYTES: Final = 4
 """Bytes of a weight while it is loaded, and of a row's scale in 8 bits: float32."""
@@ -191,12 +193,28 @@ class Teacher:
                 file = Path(folder, name)
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
+        if (prompts := self.prompts_file) is not None:
+            files[TEACHER_PROMPTS] = prompts
+        return files
+
+    @property
+    def prompts_file(self) -> bytes | None:
+        """Content of the file of its prompts and of its similarity. None means that it declares neither."""
         similarity = read_similarity(self.folder)
         # Students pool all tokens: prompts that the teacher leaves out would change their vectors.
         prompts = Prompts({}, None) if leaves_prompts_out(self.folder) else self.prompts
-        if prompts.by_name or similarity is not None:
-            files[TEACHER_PROMPTS] = prompts.to_json(similarity)
-        return files
+        return prompts.to_json(similarity) if prompts.by_name or similarity is not None else None
+
+    def has_other_prompts(self, files: Mapping[str, FileDigest]) -> bool:
+        """Return whether it declares other prompts, or another similarity, than one of its caches has.
+
+        Args:
+            files: digests of the cache's files, by path.
+        """
+        own, known = self.prompts_file, files.get(TEACHER_PROMPTS)
+        if own is None:
+            return known not in (None, digest_bytes(Prompts({}, None).to_json()))
+        return known != digest_bytes(own)
 
     @property
     def prompts(self) -> Prompts:
@@ -333,6 +351,10 @@ class Teacher:
         one, another = self.model.base_model(input_ids=ids).last_hidden_state[:, 0]
         return torch.equal(one, another)
 
+    def refuse_large_weights(self) -> None:
+        """Raise TeacherError for a weight that float16, in which a cache keeps weights, cannot hold."""
+        _refuse_large_weights(self._tapped.model, self.name)
+
     def half_weights(self) -> bytes:
         """Return the teacher's weights in float16, as the content of a safetensors file.
 
@@ -343,11 +365,7 @@ class Teacher:
         half = self._load(self._head).half()
         if self._weights_sha256 != expected:
             raise TeacherError(f"{self.folder} holds another model than it did. Run the same command again.")
-        if not all(bool(weight.isfinite().all()) for weight in half.parameters()):
-            raise TeacherError(
-                f"--keep-weights: teacher {self.name} has weights above 65504, which float16 cannot hold. "
-                "Leave it out."
-            )
+        _refuse_large_weights(half, self.name)
         with TemporaryDirectory() as folder:
             half.save_pretrained(folder, max_shard_size="1TB")
             return Path(folder, "model.safetensors").read_bytes()
@@ -534,6 +552,15 @@ class TeacherReading(NamedTuple):
     """Requested hidden states, by number; 0 is the output of the embeddings."""
     logits: Float[Tensor, "rows classes"] | None
     """Logits of the head. None means not requested."""
+
+
+def _refuse_large_weights(model: nn.Module, name: str) -> None:
+    """Raise TeacherError for a weight that float16 cannot hold; `name` is that of the teacher."""
+    if not all(bool(weight.half().isfinite().all()) for weight in model.parameters()):
+        raise TeacherError(
+            f"--keep-weights: teacher {name} has weights above 65504, which float16 cannot hold. "
+            "Leave it out."
+        )
 
 
 @torch.no_grad()

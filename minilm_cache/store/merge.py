@@ -7,7 +7,7 @@ from pathlib import Path
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, TEACHER_WEIGHTS
+from minilm_cache.storage_schema.manifest import INDEX, OUTSIDE, PREVIEW, TEACHER_WEIGHTS
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.reader import CacheReader
@@ -54,6 +54,10 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
     changes = {"complete": False, "measured": None, "files": files}
     manifest = first.manifest.model_copy(update=changes)
     writer = CacheWriter(out, manifest, ranges=first.ranges, attachments=attachments)
+    if TEACHER_WEIGHTS in attachments.keys() - writer.manifest.files.keys():
+        session.progress.note(
+            f"{out} was begun without the teacher's weights. `dump --keep-weights` adds them."
+        )
     todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
     sizes = {shard: owners[shard].records[shard].num_bytes for shard in todo}
     session.progress.start("merge", sum(sizes.values()), "bytes")
@@ -89,7 +93,7 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
             f"{second.root} and {first.root} are of different formats. Dump all parts with one release."
         )
     fitted, others = (
-        {path: digest for path, digest in _begun_with(part).items() if path != TEACHER_WEIGHTS}
+        {path: digest for path, digest in _begun_with(part).items() if path not in OUTSIDE}
         for part in (second, first)
     )
     if fitted != others:

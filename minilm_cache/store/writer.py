@@ -23,8 +23,8 @@ from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import (
     INDEX,
     MAX_MANIFEST_BYTES,
+    OUTSIDE,
     RANGES,
-    TEACHER_PROMPTS,
     CacheManifest,
     Measured,
 )
@@ -186,8 +186,9 @@ class CacheWriter:
                 shard_tokens=manifest.shard_tokens,
             )
             for path, content in (metadata | dict(attachments)).items():
-                if path != TEACHER_PROMPTS or self.manifest.files.get(path) == digest_bytes(content):
-                    self._put(path, content)  # prompts are not in the identity, and earlier caches lack them
+                # What is outside the identity may be lacking, or be another one; `attach` adds it in the end.
+                if path not in OUTSIDE or self.manifest.files.get(path) == digest_bytes(content):
+                    self._put(path, content)
             if RANGES in self.manifest.files and is_damaged(root, self.manifest, RANGES):
                 self._put(RANGES, encode_ranges(ranges))
 
@@ -213,12 +214,12 @@ class CacheWriter:
     def _put(self, path: str, content: bytes) -> None:
         """Write a file that the manifest names, unless it exists with the named content."""
         target = below(self.root, path)
-        expected = self.manifest.files[path]
+        expected = self.manifest.files.get(path)
         if digest_bytes(content) != expected:
             raise IdentityMismatchError(
-                f"{path} of {self.root} would differ from the one that its manifest names. "
-                "Use the releases of minilm-cache, transformers and pyarrow that began this dump, or another "
-                "--out."
+                f"{path} of {self.root} would differ from the one that its manifest names, or is not named. "
+                "Use the teacher's files and the releases of minilm-cache, transformers and pyarrow that "
+                "began this dump, or another --out."
             )
         if not (target.is_file() and digest_bytes(target.read_bytes()) == expected):
             write_file(target, content)

@@ -353,19 +353,24 @@ def test_prompts_that_are_not_there_are_refused(world: World, command: Command) 
     assert student_prompts(open_cache(str(world.root / "cache")).reader).by_name == {}
 
 
-def test_prompts_do_not_stand_in_the_way_of_caches_that_lack_them(world: World, command: Command) -> None:
+def test_a_cache_gets_the_prompts_that_its_teacher_has_now(world: World, command: Command) -> None:
     """A dump of an earlier release names no such file; prompts that no text got may change, too."""
     save_encoder(world.teacher, "mean", max_length=32)
     file = world.teacher / "config_sentence_transformers.json"
     file.unlink()
     path = world.dump(**POOLED_ONLY).path
-    for prompts in ({"query": "ba "}, {"query": "du "}):
+    pooled = ("--codec", "none", "--pooled", "--packing", "records", "--min-cosine", 0.9999)
+    plain, check = dump_arguments(world, *pooled, k=None), ("verify", path, "--teacher", world.teacher)
+    for prompts in ({"query": "ba "}, {"query": "du "}, {}):
         file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
-        assert world.dump(**POOLED_ONLY).manifest.complete
-        assert not (path / "teacher/config_sentence_transformers.json").exists()
-    assert world.dump("other", **POOLED_ONLY).manifest.complete
+        code, _, err = command(*plain)
+        assert code == 0, err
+        assert "prompts or its similarity are others than in this cache" in err
+        assert student_prompts(open_cache(str(path)).reader).by_name == prompts
+        assert "others than in this cache" not in command(*plain)[2]
+        assert command(*check)[0] == 0
     file.write_text(json.dumps({"prompts": {"query": "bo "}, "default_prompt_name": None}))
-    assert world.dump("other", **POOLED_ONLY).manifest.complete
+    command.fails(*check, code=3, says="the teacher's prompts or its similarity differ")
 
     file.write_text(json.dumps(ROLES | {"default_prompt_name": "query"}))
     assert world.dump("packed").manifest.identity.packing.prompt is None

@@ -248,3 +248,8 @@ def test_a_part_may_keep_the_teachers_weights(world: World) -> None:
     assert (out / weights).read_bytes() == (whole / weights).read_bytes()
     assert manifest_of(out) == manifest_of(whole)
     assert {**arrays_of(out), "manifest.json": b""} == {**arrays_of(whole), "manifest.json": b""}
+
+    notes = Recorder()
+    assert merge([whole], one, session=Session(progress=notes)).shards_missing == 0  # begun without weights
+    assert "begun without the teacher's weights" in str(notes.notes)
+    assert manifest_of(world.dump("part0", keep_weights=True).path) == manifest_of(whole)

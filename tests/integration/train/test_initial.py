@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from minilm_cache import dump_cache, open_cache
 from minilm_cache.errors import (
@@ -15,6 +16,7 @@ from minilm_cache.errors import (
     IdentityMismatchError,
     InterruptedRunError,
     InvalidConfigError,
+    TeacherError,
 )
 from minilm_cache.models.load import load_model
 from minilm_cache.session import Session
@@ -281,6 +283,15 @@ def test_weights_are_added_to_a_complete_cache(world: World, command: Command) -
     assert world.dump().manifest.files == kept.manifest.files
     assert command("verify", kept.path, "--full")[0] == 0
     assert "students can be cut from them" in command("info", kept.path)[1]
+
+
+def test_weights_that_float16_cannot_hold_are_refused_before_the_dump(world: World) -> None:
+    model = AutoModel.from_pretrained(world.teacher)
+    model.embeddings.word_embeddings.weight.data[7, 3] = 1e6
+    model.save_pretrained(world.teacher)
+    with pytest.raises(TeacherError, match="weights above 65504"):
+        world.dump(keep_weights=True)
+    assert not (world.root / "cache").exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "delete"])
