@@ -29,7 +29,7 @@ from minilm_cache.evaluate.settings import RerankConfig
 from minilm_cache.models.locate import MINI
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
-from minilm_cache.workflows.export_scores import export_scores
+from minilm_cache.workflows.export import export_scores
 
 ARCH: Final = "3x384"
 _NAMES: Final = ("minilm-cache", "sentence-transformers")

@@ -128,9 +128,11 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         "fingerprint": manifest.fingerprint,
         "teacher": f"{manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, {teacher.num_heads} heads), weights sha256 {teacher.weights_sha256[:12]}...",
+        **({"revision": manifest.labels.revision} if manifest.labels.revision else {}),
         **({"imported": "given in a file; no teacher ran"} if manifest.labels.imported else {}),
         "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
         f"sha256 {identity.corpus.sha256[:12]}...",
+        **({"texts": f"of column {manifest.labels.text_column}"} if manifest.labels.text_column else {}),
         **({} if prompt is None else {"prompt": f"{prompt!r} before every text"}),
         **({"pairs": f"of columns {manifest.labels.pair_columns}"} if manifest.labels.pair_columns else {}),
         **({} if roles is None else {"prompts": f"of the teacher, named by column {roles!r} of the records"}),

@@ -141,8 +141,7 @@ def export(
     if not scores and out.suffix != ".parquet":
         raise InvalidConfigError(f"{out}: vectors are written as Parquet. Give a name that ends in .parquet.")
     refuse_no_export(cache, scores=scores)
-    from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.workflows.export_scores import export_scores  # noqa: PLC0415 - it, too
+    from minilm_cache.workflows.export import export_scores, export_vectors  # noqa: PLC0415 - it takes seconds
 
     quiet_libraries()
     if scores:

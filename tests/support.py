@@ -285,6 +285,21 @@ def pushed(world: World, store: str) -> str:
     return push(world.root / "cache", store, session=Session()).place
 
 
+def write_revisions(root: Path, **teacher: Any) -> Path:
+    """Write a folder of downloads in which org/teacher has two revisions, main and v1, of seeds 0 and 1.
+
+    Returns:
+        Folder of the revisions: seed 0 is in the folder of 40 zeros, seed 1 in that of 40 ones.
+    """
+    hub = root / "models--org--teacher"
+    (hub / "refs").mkdir(parents=True)
+    for seed, name in enumerate(("main", "v1")):
+        sha = str(seed) * 40
+        (hub / "refs" / name).write_text(sha)
+        save_teacher(hub / "snapshots" / sha, seed=seed, **teacher)
+    return hub / "snapshots"
+
+
 def write_hub(root: Path, configurations: dict[str, dict[str, Dataset]]) -> Path:
     """Write a folder that `datasets` reads as it does a repository of the hub."""
     described = []

@@ -15,6 +15,7 @@ from minilm_cache.settings import (
     CorpusSettings,
     DeviceSettings,
     FrozenSettings,
+    RevisionSettings,
     SequenceSettings,
     TeacherSettings,
 )
@@ -371,7 +372,7 @@ class ImportConfig(FrozenSettings):
         return self
 
 
-class VerifyConfig(ColumnSettings, DeviceSettings):
+class VerifyConfig(ColumnSettings, RevisionSettings, DeviceSettings):
     """Settings of a verification."""
 
     group = "Verification"
@@ -384,10 +385,11 @@ class VerifyConfig(ColumnSettings, DeviceSettings):
 
     @model_validator(mode="after")
     def _options_go_with_a_teacher(self) -> "VerifyConfig":
-        others = (self.corpus, self.text_column, self.device, self.documents)
-        if self.teacher is None and others != (None, None, None, "paragraphs"):
+        others = (self.corpus, self.text_column, self.device, self.revision, self.documents)
+        if self.teacher is None and others != (None, None, None, None, "paragraphs"):
             raise ValueError(
-                "--corpus, --text-column, --documents and --device go with --teacher, and only with it"
+                "--corpus, --text-column, --documents, --revision and --device go with --teacher, and only "
+                "with it"
             )
         return self
 

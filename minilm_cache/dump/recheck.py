@@ -23,7 +23,7 @@ from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
@@ -108,13 +108,13 @@ class Recheck:
 
 
 def recheck(
-    cache: Cache, teacher_name: str, *, corpus: Corpus | None, device: str | None, session: Session
+    cache: Cache, source: TeacherSource, *, corpus: Corpus | None, device: str | None, session: Session
 ) -> Recheck:
     """Compare a cache with a teacher, and with a corpus where one is given.
 
     Args:
         cache: a complete cache.
-        teacher_name: name or folder of the teacher, the same as for `dump`.
+        source: folder of the teacher.
         corpus: text that the cache should be of. None means that tokens are not compared.
         device: torch device. None means a GPU where there is one.
         session: its progress shows sequences done.
@@ -127,7 +127,7 @@ def recheck(
     head = None if identity.states is None else identity.states.head
     own_device, is_tf32 = choose_device(device), identity.precision == "tf32"
     teacher = Teacher(
-        locate_teacher(teacher_name),
+        source,
         own_device,
         layers=(),
         head=head,

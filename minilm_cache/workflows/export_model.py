@@ -35,7 +35,7 @@ from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
 from minilm_cache.wording import rendered
-from minilm_cache.workflows.texts import texts_of
+from minilm_cache.workflows.export import texts_of
 
 RECORD: Final = "export.json"
 """What an exported folder says about how it was made, and what it lost."""

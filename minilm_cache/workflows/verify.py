@@ -114,6 +114,7 @@ def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - with it
     from minilm_cache.corpus.records import Roles  # noqa: PLC0415 - with it
     from minilm_cache.dump.recheck import recheck  # noqa: PLC0415 - with it
+    from minilm_cache.models.locate import MINI, locate_teacher  # noqa: PLC0415 - with it
     from minilm_cache.train.card import student_prompts  # noqa: PLC0415 - with it
 
     cache, text = open_cache(path), None
@@ -122,21 +123,24 @@ def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
             f"--teacher: {path} was imported, so what it holds was given in a file, and no teacher ran. "
             "Leave --teacher out."
         )
+    labels = cache.manifest.labels
     if config.corpus is not None:
-        documents = cache.manifest.labels.documents or config.documents
-        labels, roles = cache.manifest.labels, None
+        documents, roles = labels.documents or config.documents, None
         if labels.role_column is not None:
             roles = Roles(labels.role_column, student_prompts(cache.reader).by_name)
         text = load_corpus(
             config.corpus,
-            config.text_column,
+            config.text_column or labels.text_column,
             documents,
             home=session.home,
             roles=roles,
             pair_columns=labels.pair_columns,
         )
         text = text.with_prompt(cache.manifest.identity.packing.prompt)
-    return recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
+    is_here = config.teacher == MINI or Path(config.teacher).is_dir()
+    revision = config.revision or (None if is_here else labels.revision)
+    teacher = locate_teacher(config.teacher, revision)
+    return recheck(cache, teacher, corpus=text, device=config.device, session=session)
 
 
 def _raise_if_different(path: Path | str, again: "Recheck") -> None:

@@ -26,6 +26,7 @@ from minilm_cache.dump import setup
 from minilm_cache.dump.identity import identify
 from minilm_cache.dump.recheck import recheck
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
 from minilm_cache.store.reader import read_manifest
@@ -244,9 +245,8 @@ def test_a_cache_of_an_earlier_release_keeps_its_split(
         session=Session(world.home),
     )
     cache = open_cache(world.root / "cache")
-    found = recheck(
-        cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", session=Session()
-    )
+    source, corpus = locate_teacher(str(world.teacher)), load_corpus(str(world.corpus))
+    found = recheck(cache, source, corpus=corpus, device="cpu", session=Session())
 
     assert old.identity.packing.split == split
     assert ("split" in (world.root / "cache/manifest.json").read_text()) == (split is not None)

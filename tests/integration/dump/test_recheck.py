@@ -11,7 +11,7 @@ from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity
 from tests.conftest import Command
 from tests.integration.store.test_hostile import replace_in_shard
-from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_document
+from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_document, write_revisions
 
 
 @pytest.mark.parametrize("codec", ["topk", "vectors", "dense"])
@@ -36,6 +36,27 @@ def test_every_layer_is_compared(world: World, command: Command) -> None:
     code, out, err = command("verify", path, "--teacher", world.teacher, "--json")
     assert code == 0, err
     assert {one["layer"] for one in json.loads(out)["teacher"]["differences"]} == {0, 2}
+
+
+def test_what_the_cache_records_of_teacher_and_text_is_repeated(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_revisions(world.root / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(world.root / "hub"))
+    texts = world.root / "texts.jsonl"
+    records = [{"text": "no text of it", "body": line} for line in world.corpus.read_text().split("\n\n")]
+    texts.write_text("\n".join(map(json.dumps, records)))
+    settings = {"teacher": "org/teacher", "revision": "v1", "corpus": str(texts), "text_column": "body"}
+    path = world.dump(**settings).path
+    words = ("verify", path, "--teacher", "org/teacher", "--corpus", texts)
+    code, _, err = command(*words)
+    assert code == 0, err
+    command.fails(*words, "--revision", "main", code=3, says="the teacher's weights_sha256 differ")
+    command.fails(*words, "--text-column", "text", code=3, says="the corpus differ")
+    command.fails("verify", path, "--revision", "v1", code=2, says="go with --teacher")
+    _, out, _ = command("info", path)
+    assert "v1" in out
+    assert "of column body" in out
 
 
 def swapped_weights(world: World) -> None:

@@ -53,6 +53,30 @@ def test_an_export_holds_what_the_cache_holds(world: World) -> None:
         torch.testing.assert_close(torch.tensor(row["embedding"]), sequence.states()[POOLED][0])
 
 
+def test_unknown_words_and_both_texts_of_pairs_are_exported(world: World) -> None:
+    """Texts that are read again are the sequences that the teacher read."""
+    world.corpus.write_text("zzz qqq\nba zzz bo\n" + world.corpus.read_text())
+    world.dump(**POOLED_ONLY, documents="lines")
+    export_vectors(world.root / "cache", world.root / "out.parquet")
+    settings = {"vectors": str(world.root / "out.parquet"), "tokenizer": str(world.teacher), "max_length": 32}
+    again = import_vectors(ImportConfig(**settings), out=world.root / "again").path
+    first, second = (
+        sorted(tuple(cache[n].input_ids.tolist()) for n in range(len(cache)))
+        for cache in (open_cache(world.root / "cache"), open_cache(again))
+    )
+    assert {*first} == {*second}
+    assert any(1 in ids for ids in first), "nothing was unknown"
+
+    pairs = world.root / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"a": f"ba bo {n}", "b": "hi zzz"}) + "\n" for n in range(40)))
+    pooled = {"codec": "none", "pooled": True, "pooling": "mean"}
+    world.dump("pairs", **pooled, corpus=str(pairs), pair_columns="a,b")
+    export_vectors(world.root / "pairs", world.root / "pairs.parquet")
+    rows = pq.read_table(world.root / "pairs.parquet").to_pylist()
+    assert {row["second"] for row in rows} == {"hi [UNK]"}
+    assert {row["first"][:5] for row in rows} == {"ba bo"}
+
+
 def test_vectors_of_another_model_become_a_cache(world: World) -> None:
     file = write_vectors(world)
     config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32, teacher="an api")

@@ -15,7 +15,7 @@ from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import save_teacher
+from tests.support import save_teacher, write_revisions
 from tests.tasks import evaluated, write_glue
 
 TUNED = ("--lr", "1e-3", "--epochs", "6", "--batch-size", "8", "--keep-models")
@@ -195,19 +195,13 @@ def test_the_teacher_that_is_scored_is_the_one_that_was_dumped(
 ) -> None:
     """Both are of the revision that was asked for, here in the hub's folder of downloads."""
     write_glue(tmp_path / "glue")
-    hub = tmp_path / "hub/models--org--teacher"
-    (hub / "refs").mkdir(parents=True)
-    for seed, name in enumerate(("main", "v1")):
-        sha = str(seed) * 40
-        (hub / "refs" / name).write_text(sha)
-        save_teacher(hub / "snapshots" / sha, head="sequences", num_labels=2, seed=seed)
+    snapshots = write_revisions(tmp_path / "hub", head="sequences", num_labels=2)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     words = ("--task", "sst2", "--data", tmp_path / "glue")
     found = stage(command, tmp_path, *words, "--teacher", "org/teacher", "--revision", "v1", "--steps", 2)
     assert found["summaries"][0]["model"] == "org/teacher"
     trials = map(json.loads, (file.read_text() for file in (tmp_path / "stage").rglob("trial.json")))
     (of_teacher,) = (trial for trial in trials if trial["model"] == "org/teacher")
-    snapshots = hub / "snapshots"
     cached = open_cache(tmp_path / "stage/cache").manifest.identity.teacher.weights_sha256
     assert cached == weights_sha256(snapshots / ("1" * 40))
     as_is = ("--max-length", 32, "--as-is", "--out", tmp_path / "alone")
