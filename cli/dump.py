@@ -36,6 +36,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.layout import refuse_begun
 from minilm_cache.store.urls import is_url, parts_of_url
 from minilm_cache.wording import counted
 
@@ -118,7 +119,9 @@ def _refuse_mistakes(config: DumpConfig, place: Path | str | None, *, add: Path 
     refuse_no_prompt(config)
     refuse_no_text(config.corpus, config.text_column, config.pair_columns, truncation=config.truncation)
     refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
-    if isinstance(place, Path) and resume:
+    if isinstance(place, Path):
+        if not resume:
+            refuse_begun(place)
         refuse_cache_of_others(config, place)
 
 

@@ -332,7 +332,7 @@ def refuse_no_text(
         return
     from minilm_cache.corpus import pairs  # noqa: PLC0415 - takes a second
 
-    columns = pairs.PairColumns.of(pair_columns).seen_in(files[0])
+    columns = pairs.PairColumns.of(pair_columns).seen_in(*files)
     if columns.are_groups:
         pairs.refuse_uneven_cut(truncation)
     if judged_files(files[0]):

@@ -28,6 +28,7 @@ from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.evaluate.settings import RetrievalData
 from minilm_cache.settings import (
+    PromptSettings,
     SliceConfig,
     TokenizeConfig,
     TrimConfig,
@@ -265,7 +266,7 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
     """
     config = validated(TokenizeConfig, given)
     refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
-    refuse_no_text(config.corpus, config.text_column)
+    refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.corpus.tokenise import tokenise_for  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
@@ -285,9 +286,14 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
         )
         return
     words = ["minilm-cache", "dump"]
-    for name in ("teacher", "revision", "corpus", "text_column", "documents"):
-        if name in given or name == "corpus":
+    for name in (
+        *("teacher", "revision", "corpus", "text_column", "documents"),
+        *PromptSettings.model_fields,
+    ):
+        if (name in given or name == "corpus") and f"--{name.replace('_', '-')}" not in words:
             words += [f"--{name.replace('_', '-')}", getattr(config, name)]
+    if given.keys() & {"prompt", "prompt_name", "role_column"}:
+        words += ["--packing", "records"]
     print_pairs(
         {
             "tokens": f"{tokens.num_tokens:,} of {corpus.num_documents:,} documents, without special tokens",

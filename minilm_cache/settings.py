@@ -160,6 +160,34 @@ class CorpusSettings(ColumnSettings):
     `hf:ID[:CONFIG][:SPLIT]`."""
 
 
+class PromptSettings(CorpusSettings):
+    """What a model reads of each record beside, or before, its text."""
+
+    pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
+    """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
+    tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
+    which are a list, or in several columns like query,pos+neg; a folder in BEIR's layout has
+    query,positive+negative. None means that each document is one text."""
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Words to put before every text, like "query: ". None means `--prompt-name`."""
+    prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Name of the teacher's prompt to put before every text, such as `query` or `document`, or `none` for no
+    prompt. None means its default, which most teachers do not have."""
+    role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Column of records with the name of each text's prompt, such as `query` or `document`; empty means no
+    prompt. None means that all texts get the same."""
+
+    @model_validator(mode="after")
+    def _says_once_what_stands_before_texts(self) -> "PromptSettings":
+        if self.prompt is not None and self.prompt_name is not None:
+            raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
+        if self.role_column is not None and (self.prompt or self.prompt_name):
+            raise ValueError(
+                "--role-column says what stands before each text: leave out --prompt and --prompt-name"
+            )
+        return self
+
+
 class SequenceSettings(CorpusSettings):
     """How much of a text is read, in sequences of which length."""
 
@@ -295,7 +323,7 @@ def cache_home() -> Path:
         ) from error
 
 
-class TokenizeConfig(NamedTeacherSettings, CorpusSettings):
+class TokenizeConfig(NamedTeacherSettings, PromptSettings):
     """Settings of `minilm-cache tokenize`."""
 
     group = "Computing"

@@ -140,7 +140,7 @@ def relative_bound(max_error: float) -> Bound:
         limit=max_error,
         error_of=relative_error,
         relative_error=max_error,
-        in_words=f"--max-error {max_error:g}",
+        in_words=f"--max-error {max_error}",
     )
 
 
@@ -151,7 +151,7 @@ def cosine_bound(min_cosine: float) -> Bound:
         limit=limit,
         error_of=cosine_error,
         relative_error=math.sqrt(2 * limit),
-        in_words=f"--min-cosine {min_cosine:g}",
+        in_words=f"--min-cosine {min_cosine}",
         margin=_COSINE_MARGIN,
         shrinks=True,
     )

@@ -311,9 +311,9 @@ def _pair_of(name: str, columns: str, *, hub: datasets.Dataset | None, paths: Se
     """
     asked = PairColumns.of(columns)
     if hub is not None:
-        return asked.seen_in(hub, name)
+        return asked.seen_in(hub, name=name)
     files = [path for path in paths if len(paths) == 1 or path.stat().st_size]
-    return asked.seen_in(files[0]) if files else asked
+    return asked.seen_in(*files)
 
 
 class _Reading(NamedTuple):

@@ -83,28 +83,25 @@ class PairColumns(NamedTuple):
         """All columns that are read."""
         return (self.first, *self.seconds, *self.scores)
 
-    def seen(self, row: Mapping[str, object] | None) -> "PairColumns":
-        """Return the columns of groups if a first record, None where there is none, holds a list."""
-        holds_list = row is not None and isinstance(row[self.seconds[0]], list)
-        return self._replace(are_groups=self.are_groups or holds_list)
-
-    def seen_in(self, source: "Path | datasets.Dataset", name: str = "") -> "PairColumns":
-        """Return the columns, of groups if the first record of a source holds a list of documents.
+    def seen_in(self, *sources: "Path | datasets.Dataset", name: str = "") -> "PairColumns":
+        """Return the columns, of groups if the first record that sources have holds a list of documents.
 
         Args:
-            source: a file, or a data set.
+            sources: files, which may be without records, or a data set.
             name: name of the data set, for messages.
 
         Raises:
-            CorpusError: the source is empty or broken, or lacks a column.
+            CorpusError: a source is broken, or lacks a column.
         """
-        if isinstance(source, Path):
-            _refuse_text(source, self)
-            if judged_files(source):
-                refuse_other_columns(source, self.every)
-                return self._replace(are_groups=True)
-        first = next(_rows(source, self._replace(scores=()), name), None)
-        return self.seen(None if first is None else first[1])
+        for source in sources:
+            if isinstance(source, Path):
+                _refuse_text(source, self)
+                if judged_files(source):
+                    refuse_other_columns(source, self.every)
+                    return self._replace(are_groups=True)
+            for _, row in _rows(source, self._replace(scores=()), name):
+                return self._replace(are_groups=self.are_groups or isinstance(row[self.seconds[0]], list))
+        return self
 
 
 Known = dict[int, float | None]
@@ -184,7 +181,8 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known:
         if columns.scores:
             _is_new(text, score, where, known=known)
         has_copies = COPIES_COLUMN in row and COPIES_COLUMN not in columns.every
-        yield Record(text, as_key(row[COPIES_COLUMN]) if has_copies else None, has_copies, score=score)
+        copy = as_key(row[COPIES_COLUMN], f"corpus: {where}") if has_copies else None
+        yield Record(text, copy, has_copies, score=score)
         return
     documents = {column: _documents(row[column], column, where) for column in columns.seconds}
     if not documents[columns.seconds[0]]:

@@ -163,10 +163,11 @@ def _of_columns(
                 text = _text(name, column, row[column], number=number, where=where)
             else:
                 text = joined_text({part: row[part] for part in parts}, f"{name}: {where}")
-            role = None if role_column is None else as_key(row[role_column])
-            copy = as_key(row.get(COPIES_COLUMN))
+            place = f"corpus {name}: {where}"
+            role = None if role_column is None else as_key(row[role_column], place)
+            copy = as_key(row.get(COPIES_COLUMN), place)
             says = says_copies or COPIES_COLUMN in row
-            yield Record(plain_text(whole_text(text, f"corpus {name}: {where}"), name), copy, says, role)
+            yield Record(plain_text(whole_text(text, place), name), copy, says, role)
 
 
 def _text(name: object, column: str, value: object, *, number: int, where: str) -> str:
@@ -472,10 +473,12 @@ def _strings(values: pa.Array | pa.ChunkedArray, name: object, first: int) -> li
         raise
 
 
-def as_key(value: object) -> str | None:
-    """Return a value as text, as Arrow writes numbers. None stays None."""
-    if value is None or isinstance(value, str):
-        return value
+def as_key(value: object, where: str) -> str | None:
+    """Return a value as text, as Arrow writes numbers. None stays None; see `whole_text`."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return whole_text(value, where)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     try:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import Corpus, load_corpus, text_batches
 from minilm_cache.corpus.pairs import BETWEEN
-from minilm_cache.corpus.records import COPIES_OF
+from minilm_cache.corpus.records import COPIES_OF, Roles
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.corpus.tokens import (
     COPIES,
@@ -53,6 +53,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.prompts import chosen_prompt, read_prompts
 from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
 from minilm_cache.session import ALONE, Session, awaited
 from minilm_cache.settings import CorpusSettings, TokenizeConfig
@@ -181,11 +182,32 @@ def tokens_of(
 
 
 def tokenise_for(config: TokenizeConfig, *, session: Session) -> Tokens:
-    """Tokenise a text with a teacher's tokenizer; the teacher's weights are not read."""
-    source = locate_teacher(config.teacher, config.revision, without_weights=True)
-    return tokens_of(
-        config,
-        load_tokenizer(source.folder, has_ends=False),
+    """Tokenise a text with a teacher's tokenizer; the teacher's weights are not read.
+
+    Raises:
+        MiniLMCacheError: the teacher or the text cannot be read, or what `tokenise` raises.
+    """
+    folder = locate_teacher(config.teacher, config.revision, without_weights=True).folder
+    known, roles = read_prompts(folder), None
+    if config.role_column is not None:
+        roles = Roles(config.role_column, known.by_name)
+    elif known.of_every_text and (config.prompt, config.prompt_name, config.pair_columns) == (None,) * 3:
+        session.progress.note(
+            f"the teacher's own prompt {known.default} stands before each text of a dump for embedding, and "
+            f"makes another text of it: give --prompt-name {known.default} for such dumps"
+        )
+    corpus = load_corpus(
+        config.corpus,
+        config.text_column,
+        config.documents,
+        home=session.home,
+        roles=roles,
+        pair_columns=config.pair_columns,
+    )
+    prompt = chosen_prompt(folder, name=config.prompt_name, text=config.prompt, has_default=False)
+    return tokenise(
+        corpus.with_prompt(prompt),
+        load_tokenizer(folder, has_ends=False),
         num_processes=config.processes,
         engine=config.engine,
         session=session,

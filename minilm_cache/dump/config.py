@@ -15,6 +15,7 @@ from minilm_cache.settings import (
     CorpusSettings,
     DeviceSettings,
     FrozenSettings,
+    PromptSettings,
     RevisionSettings,
     SequenceSettings,
     TeacherSettings,
@@ -54,29 +55,16 @@ def _read_numbers(value: object, most: int) -> object:
     return tuple(sorted(map(int, numbers)))
 
 
-class TextSettings(SequenceSettings):
+class TextSettings(PromptSettings, SequenceSettings):
     """How text becomes sequences."""
 
     packing: Literal["packed", "records", "pairs"] = "packed"
     """Join documents to full length (`packed`), or make one sequence of each document (`records`, the default
     with `--for embedding`) or of each pair of texts (`pairs`, the default with `--pair-columns`)."""
-    pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
-    """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
-    tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
-    which are a list, or in several columns like query,pos+neg; a folder in BEIR's layout has
-    query,positive+negative. None means that each document is one text."""
     truncation: Truncation | None = None
     """What is cut of a pair that is too long: the longer text first (`longest_first`), or the second alone
     (`only_second`), so that a question stays whole. None means longest_first, and only_second for queries
     with several documents."""
-    prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Words to put before every text, like "query: ". None means `--prompt-name`."""
-    prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Name of the teacher's prompt to put before every text, such as `query` or `document`, or `none` for no
-    prompt. None means its default, which most teachers do not have."""
-    role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Column of records with the name of each text's prompt, such as `query` or `document`; empty means no
-    prompt. None means that all texts get the same."""
 
     @model_validator(mode="after")
     def _pairs_are_of_columns(self) -> "TextSettings":
@@ -92,12 +80,6 @@ class TextSettings(SequenceSettings):
 
     @model_validator(mode="after")
     def _prompt_is_of_documents(self) -> "TextSettings":
-        if self.prompt is not None and self.prompt_name is not None:
-            raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
-        if self.role_column is not None and (self.prompt or self.prompt_name):
-            raise ValueError(
-                "--role-column says what stands before each text: leave out --prompt and --prompt-name"
-            )
         for name in ("prompt", "prompt_name", "role_column"):
             if getattr(self, name) is not None and self.packing != "records":
                 flag = name.replace("_", "-")

@@ -128,7 +128,7 @@ class CodecFitter:
             what = "codec vectors is" if self.identity.vectors is not None else "codes of states are"
             raise CorpusError(
                 f"{what} fitted to the corpus, and {num_train} training sequences are too few: it needs "
-                f"{MIN_SEQUENCES}. Give more text, or take --codec topk or dense without coded states."
+                f"{MIN_SEQUENCES}. Give more text{'' if coded else ', or take --codec topk or dense'}."
             )
         layers = self._all_layers(known)
         states = self._all_states(coded, known)

@@ -29,7 +29,7 @@ from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
 from minilm_cache.storage_schema.states import SignalName, StatesIdentity
 from minilm_cache.store.durable import refuse_file
-from minilm_cache.store.layout import MANIFEST, cache_name, refuse_other_cache
+from minilm_cache.store.layout import MANIFEST, cache_name, refuse_begun, refuse_other_cache
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.wording import counted, differing_values
 
@@ -143,6 +143,8 @@ def resolve_dump(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
     """
+    if not resume and out is not None:
+        refuse_begun(out)
     teacher, corpus = _load(config, session, like=add or out)
     identity, path = identity_and_place(
         config, teacher, corpus=corpus, out=out, home=session.home, like=add or tokens_of
@@ -159,10 +161,8 @@ def resolve_dump(
         teacher.refuse_large_weights()
     _remember(session, teacher)
     donor = None if add is None else open_donor(add, identity)
-    if not resume and path.exists():
-        raise IdentityMismatchError(
-            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
-        )
+    if not resume:
+        refuse_begun(path)
     return ResolvedDump(
         config=_with_shards(config, path, donor),
         batch_size=(config.batch_size or batch_size_for(teacher.identity, config.max_length, teacher.device)),

@@ -122,6 +122,14 @@ def refuse_other_cache(place: str | Path, differing: Iterable[str]) -> None:
         )
 
 
+def refuse_begun(path: Path) -> None:
+    """Raise IdentityMismatchError if a folder exists that a dump is to begin, and not to resume."""
+    if path.exists():
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
+        )
+
+
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:
     """Return the name of a cache's folder: labels and codec for people, then 12 digits of the fingerprint.
 

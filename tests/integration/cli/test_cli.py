@@ -235,6 +235,7 @@ def test_teacher_that_is_an_empty_folder(world: World, command: Command) -> None
         ("number.jsonl", b'{"text": 3}\n', "column 'text' of line 1 holds a number, not text"),
         ("broken.jsonl", b'{"text": "ba"}\n{nonsense\n', "line 2 is not JSON"),
         ("half.jsonl", b'{"text": "ba"}\n\n{"text": "\\ud800"}\n', "line 3 has half of a character"),
+        ("key.jsonl", b'{"text": "ba", "document": "\\ud800"}\n', "line 1 has half of a character"),
         ("list.jsonl", b'{"text": ["ba"]}\n', "column 'text' of line 1 holds a list, not text"),
         ("comma.csv", b"text\nba\nHello, ba\n", "line 3: 2 fields, where the header has 1"),
         ("after.csv", b"text,label\nba,1,\n", "line 2: 3 fields, where the header has 2"),

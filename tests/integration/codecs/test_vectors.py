@@ -287,8 +287,11 @@ def test_every_relation_comes_from_vectors(world: World) -> None:
 
 def test_a_corpus_too_small_to_hold_anything_out_is_told_so(world: World) -> None:
     world.corpus.write_text("ba be bi bo bu ban " * 12)
-    with pytest.raises(CorpusError, match=r"training sequences are too few: it needs 4\. Give more text"):
+    few = r"training sequences are too few: it needs 4\. Give more text"
+    with pytest.raises(CorpusError, match=f"{few}, or take --codec topk or dense"):
         world.dump(codec="vectors")
+    with pytest.raises(CorpusError, match=rf"{few}\.$"):
+        world.dump(codec="none", hidden="last")
 
 
 def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -370,6 +372,14 @@ def test_a_file_without_a_header_may_begin_with_a_number_of_a_column(tmp_path: P
     assert [list(row.values()) for row in rows] == [["ba be", "bi bo", "1"], ["da de", "di do", "0"]]
     file.write_text("1\t0\nba\tbe\n")  # a header
     assert [row for _, row in read_rows(file, ("0", "1"))] == [{"0": "be", "1": "ba"}]
+
+
+def test_groups_are_known_by_the_first_file_that_has_a_record(tmp_path: Path) -> None:
+    rows = [{"query": f"ba {n}", "docs": ["bi", "bo"]} for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows)[:0], tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    corpus = load_corpus(str(tmp_path), pair_columns="query,docs")
+    assert (corpus.identity.num_documents, corpus.identity.groups) == (6, True)
 
 
 def test_half_of_a_character_in_a_pair_is_one_line(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunEr
 from minilm_cache.session import Session, ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import Packing
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.processes import CONTEXT
 from tests.support import World, tiny_tokenizer, write_corpus
 
@@ -295,3 +296,29 @@ def test_the_command_says_what_it_made_and_how_to_go_on(world: World, command: C
     _, out, _ = command("tokenize", "--teacher", world.teacher, *text)
     assert f"minilm-cache dump --teacher {world.teacher} --corpus {world.corpus} --documents lines" in out
     command.fails("tokenize", "--teacher", world.teacher, "--corpus", "none.txt", code=1, says="none.txt")
+
+
+@pytest.mark.parametrize("form", ["prompt", "role", "pair"])
+def test_texts_with_prompts_and_pairs_are_those_of_dumps(world: World, command: Command, form: str) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    prompts = {"prompts": {"q": "ba be ", "d": "bi "}, "default_prompt_name": "q"}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    records = world.root / "records.jsonl"
+    rows = [{"text": f"bo ba {n}", "other": "bu", "role": "qd"[n % 2]} for n in range(40)]
+    records.write_text("\n".join(map(json.dumps, rows)))
+    texts = ("--teacher", world.teacher, "--corpus", records)
+    asked, packing = {
+        "prompt": (("--prompt-name", "q"), ("--packing", "records")),
+        "role": (("--role-column", "role"), ("--packing", "records")),
+        "pair": (("--pair-columns", "text,other"), ()),
+    }[form]
+    code, out, err = command("tokenize", *texts, *asked)
+    assert code == 0, err
+    assert " ".join((*asked, *packing)) in out
+    assert "own prompt" not in err
+    pooled = ("--codec", "none", "--pooled", "--max-length", 32, "--out", world.root / "cache")
+    code, _, err = command("dump", *texts, *asked, *packing, *pooled)
+    assert code == 0, err
+    assert "tokenise" not in err, "it was done before"
+    assert "own prompt q stands before each text" in command("tokenize", *texts)[2]
+    command.fails("tokenize", *texts, "--prompt-name", "x", code=2, says="no such prompt")

@@ -307,6 +307,7 @@ def test_a_folder_of_another_cache_is_refused_and_left_alone(
 
 def test_no_resume_refuses_a_folder_that_exists(world: World) -> None:
     path = world.dump().path
+    shutil.rmtree(world.teacher)  # which is not looked at
     with pytest.raises(IdentityMismatchError, match="exists"):
         dump_cache(world.config(), out=path, resume=False, session=Session(world.home))
 
