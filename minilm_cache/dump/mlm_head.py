@@ -24,6 +24,7 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_weights
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.models.tokenizer import load_tokenizer, mask_token
@@ -95,6 +96,10 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
     with saving("write", out), new_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        try:
+            copy_pooling(source.folder, folder, model.config)
+        except TeacherError as error:  # it is not needed for masked tokens
+            session.progress.note(f"left out of {out}, how {source.name} pools: {error}")
         (folder / "README.md").write_text(
             f"# {source.name} with a head for masked tokens\n\nThe encoder is {source.name}, unchanged. The "
             f"head was fitted by minilm-cache to {config.corpus} ({steps} steps of {config.batch_size} "

@@ -257,7 +257,10 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
     teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
     corpus = text_of(config, teacher, session.home)
     if corpus.prompt is not None:
-        session.progress.note(f"each text begins with the prompt {corpus.prompt!r}")
+        own = teacher.prompts
+        is_left_out = corpus.prompt == own.of_every_text and not {"query", "document"} & own.by_name.keys()
+        without = ", which encode_query and encode_document of such models leave out" if is_left_out else ""
+        session.progress.note(f"each text begins with the prompt {corpus.prompt!r}{without}")
     if teacher.reads_padding:
         session.progress.note(
             f"teacher {config.teacher} computes other hidden states beside padding, so it reads sequences "

@@ -179,8 +179,9 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
     ]
     prompts = read_prompts(model.folder)
     similarity = read_similarity(model.folder)
+    has_units = pooler.normalize or similarity != "dot"
     return SentenceTransformer(
-        modules=[transformer, pooling, *dense, *([] if similarity == "dot" else [Normalize()])],
+        modules=[transformer, pooling, *dense, *([Normalize()] if has_units else [])],
         device=device,
         similarity_fn_name=similarity,
         prompts=prompts.by_name,

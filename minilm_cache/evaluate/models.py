@@ -28,7 +28,7 @@ from minilm_cache.models.load import (
     read_config,
 )
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
-from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
+from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler, map_files
 from minilm_cache.models.tokenizer import load_tokenizer, some_token
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
@@ -80,11 +80,10 @@ class Evaluated:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its files of weights."""
-        runtime = self.runtime
-        if runtime is None:
-            return sum(file.stat().st_size for file in weight_files(self.folder))
-        return exported_bytes(self.folder, runtime)
+        """Bytes of its files of weights, those of linear maps behind its pooling included."""
+        files = [*(weight_files(self.folder) if self.runtime is None else ()), *map_files(self.folder)]
+        exported = 0 if self.runtime is None else exported_bytes(self.folder, self.runtime)
+        return exported + sum(int(file.stat().st_size) for file in files)
 
     def encoder(self) -> SentenceEncoder | PreTrainedModel | ExportedModel:
         """Return the model without a head: with its pooling where the folder has one, and without otherwise.

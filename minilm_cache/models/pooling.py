@@ -253,6 +253,11 @@ def leaves_prompts_out(folder: Path) -> bool:
     )
 
 
+def map_files(folder: Path) -> list[Path]:
+    """Return the files of the linear maps behind a sentence encoder's pooling; empty where there are none."""
+    return sorted(folder.glob("*_Dense/model.safetensors"))
+
+
 def num_map_weights(folder: Path) -> int:
     """Return the weights of the linear maps in a sentence encoder's folder; 0 where there are none.
 
@@ -260,7 +265,7 @@ def num_map_weights(folder: Path) -> int:
         TeacherError: a file is damaged.
     """
     count = 0
-    for file in folder.glob("*_Dense/model.safetensors"):
+    for file in map_files(folder):
         with library_errors(f"read {file}"), safetensors.safe_open(file, "pt") as opened:
             count += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     return count
@@ -522,14 +527,13 @@ class SentenceModel:
         Args:
             texts: the texts.
             batch_size: texts of a forward pass.
-            role: what the texts are for, `query` or `document`, whose prompt they get if the model has one.
-                None means the prompt that every text gets.
+            role: what the texts are for, `query` or `document`, whose prompt they get if the model has one,
+                and else none, as by `encode_query` of sentence-transformers. None means its default prompt.
 
         Raises:
             TeacherError: the prompt's tokens are left out of its pooling.
         """
-        default = self._prompts.of_every_text
-        prompt = default if role is None else self._prompts.by_name.get(role, default)
+        prompt = self._prompts.of_every_text if role is None else self._prompts.by_name.get(role, "")
         if prompt and not self._encoder.pooler.includes_prompt:
             raise TeacherError(
                 f"{self._folder} leaves the tokens of its prompt out of its pooling (include_prompt), which "

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import (
     OBJECTIVES,
+    OF_LABELS,
+    OF_MASKS,
     Form,
     LayerMap,
     Needs,
@@ -18,6 +20,7 @@ from minilm_cache.objectives.spec import (
     joined_names,
     parts_of,
     spec_of,
+    why_not_at_once,
 )
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind
@@ -125,7 +128,8 @@ class ObjectiveFields(FrozenSettings):
     0.5 with `--own-labels`."""
     layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
-    layers. The default of `tinybert` and `bert-pkd` is `all`."""
+    layers. The default of `tinybert` and `bert-pkd` is `all`; of several objectives whose defaults differ it
+    is `own`: each keeps its own."""
     teacher_layer: Annotated[Annotated[int, Field(ge=0, lt=1024)] | None, Shown("l{}")] = None
     """Layer of the teacher to learn from, counted from 0. None means the last layer in the cache."""
 
@@ -235,20 +239,36 @@ class ObjectiveConfig(ObjectiveFields):
             ObjectiveConfig.model_validate(
                 {
                     "objective": name,
-                    **{option: values[option] for option in OBJECTIVES[name].options},
+                    **{option: values[option] for option in self._options_of(name)},
                     **({"form": self.form} if OBJECTIVES[name].has_forms else {}),
-                    **({"layer_map": self.layer_map} if len(OBJECTIVES[name].maps) > 1 else {}),
+                    **({"layer_map": self.layer_map} if self.layer_map in OBJECTIVES[name].maps[1:] else {}),
                 }
             )
             for name in names
         )
 
+    def _options_of(self, name: str) -> frozenset[str]:
+        """Return the options that an objective takes; of vectors only one loss has a temperature."""
+        without = {"temperature"} if name == "embedding" and not self._compares_neighbours else set()
+        return OBJECTIVES[name].options - without
+
+    @property
+    def _compares_neighbours(self) -> bool:
+        return "neighbours" in [text.partition("=")[0] for text in self.loss]
+
     @model_validator(mode="after")
     def _options_go_with_each(self) -> "ObjectiveConfig":
         try:
-            _ = self.each
+            each = self.each
         except ValidationError as error:
             raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from error
+        needs = [(config.spec.needs, config.is_authors) for config in each]
+        differing = {
+            OF_MASKS: {need.labels or need.masked_hidden is not None for need, _ in needs},
+            OF_LABELS: {need.all_labels and is_authors for need, is_authors in needs if need.labels},
+        }
+        if (why := why_not_at_once("+".join(config.objective for config in each), differing)) is not None:
+            raise ValueError(why.rstrip("."))
         return self
 
     @model_validator(mode="after")
@@ -266,6 +286,20 @@ class ObjectiveConfig(ObjectiveFields):
         return self
 
     @model_validator(mode="after")
+    def _temperature_is_of_one_thing(self) -> "ObjectiveConfig":
+        takers = [name for name in parts_of(self.objective) if "temperature" in OBJECTIVES[name].options]
+        if self.temperature is None or "embedding" not in takers:
+            return self
+        if len(takers) == 1 and not self._compares_neighbours:
+            raise ValueError("--temperature goes with --loss neighbours, and only with it")
+        if len(takers) > 1 and self._compares_neighbours:
+            raise ValueError(
+                "--temperature is one number, and --loss neighbours needs another one than answers do; leave "
+                "it out, or learn one after the other: --first"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _options_go_with_the_objective(self) -> "ObjectiveConfig":
         every = {option for spec in OBJECTIVES.values() for option in spec.options}
         for name in sorted(every - self.spec.options):
@@ -274,9 +308,6 @@ class ObjectiveConfig(ObjectiveFields):
                 flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
                 only = "them" if " and " in having else "it"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
-        names = [text.partition("=")[0] for text in self.loss]
-        if self.objective == "embedding" and self.temperature is not None and "neighbours" not in names:
-            raise ValueError("--temperature goes with --loss neighbours, and only with it")
         if self.also and self.matryoshka:
             raise ValueError("--matryoshka goes with the vectors of one teacher; leave out --also")
         if self.first_steps is not None and self.first is None:

@@ -6,7 +6,7 @@ objective), `study`, `info`, model cards and the documentation. Nothing here imp
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from minilm_cache.wording import did_you_mean
 
-LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
+LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom", "own"]
 Which = Literal["last", "all"]
 """Which of the teacher's layers, or of its hidden states."""
 Form = Literal["authors", "paper"]
@@ -154,7 +154,9 @@ class ObjectiveSpec:
 
 _MOST_WEIGHT: Final = 1e4
 _PACKAGE: Final = "minilm_cache.objectives"
-_ALL_MAPS: Final[tuple[LayerMap, ...]] = get_args(LayerMap)
+_OWN: Final = "own"
+"""Layer map of several objectives at once: each has its own default."""
+_ALL_MAPS: Final[tuple[LayerMap, ...]] = tuple(name for name in get_args(LayerMap) if name != _OWN)
 _LAST_LAYER_UNTRAINED: Final = "The student's last layer behind its queries, keys and values is untrained."
 _LONG_TRAINING: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
 """Settings of a training of 400,000 steps; the learning rate rises over the first 4,000."""
@@ -387,18 +389,33 @@ def spec_of(name: str) -> ObjectiveSpec:
 
 
 def _common_maps(specs: Sequence[ObjectiveSpec]) -> tuple[LayerMap, ...]:
-    """Return the layer maps that go with all of several objectives that have any, in the order of the first.
+    """Return the layer maps that go with all of several objectives that have any, their default first.
 
-    Raises:
-        ValueError: there is none.
+    Where defaults differ, the default is that each keeps its own, whichever comes first.
     """
     mapped = [spec.maps for spec in specs if len(spec.maps) > 1]
-    common = (
-        tuple(name for name in mapped[0] if all(name in maps for maps in mapped)) if mapped else ("last",)
-    )
-    if not common:
-        raise ValueError(f"no layer map goes with all of {' and '.join(spec.name for spec in specs)}")
-    return common
+    if not mapped:
+        return ("last",)
+    common = tuple(name for name in mapped[0] if all(name in maps for maps in mapped))
+    return common if len({maps[0] for maps in mapped}) == 1 else (_OWN, *common)
+
+
+def why_not_at_once(name: str, needs: Mapping[str, Collection[object]]) -> str | None:
+    """Return why objectives cannot be learned at once. None means that they can.
+
+    Args:
+        name: names of the objectives, joined.
+        needs: what each of them needs of a student, by what is wrong if this is not the same for all.
+    """
+    differing = next((what for what, kinds in needs.items() if len(kinds) > 1), None)
+    if differing is None:
+        return None
+    remedy = "Take one after the other: --first."
+    return f"--objective {name}: {differing}, so they cannot be learned at once. {remedy}"
+
+
+OF_MASKS: Final = "some read sequences with masked tokens and some do not"
+OF_LABELS: Final = "some predict masked tokens and some all of them"
 
 
 def joined_names(names: object) -> object:

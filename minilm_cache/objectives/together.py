@@ -22,7 +22,7 @@ from minilm_cache.objectives.base import (
     StudentObjective,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.spec import OBJECTIVES, parts_of
+from minilm_cache.objectives.spec import OBJECTIVES, OF_LABELS, OF_MASKS, parts_of, why_not_at_once
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS
 
@@ -206,18 +206,12 @@ def _joined_needs(each: Sequence[tuple[str, StudentNeeds]]) -> StudentNeeds:
     needs = [need for _, need in each]
     heads = {need.head for need in needs} - {None}
     differing: Mapping[str, Collection[object]] = {
-        "some read sequences with masked tokens and some do not": {need.is_masked for need in needs},
-        "some predict masked tokens and some all of them": {
-            need.all_labels for need in needs if need.head == "tokens"
-        },
+        OF_MASKS: {need.is_masked for need in needs},
+        OF_LABELS: {need.all_labels for need in needs if need.head == "tokens"},
         "a student has one head, for tokens or for whole texts": heads,
     }
-    for what, kinds in differing.items():
-        if len(kinds) > 1:
-            raise InvalidConfigError(
-                f"--objective {'+'.join(name for name, _ in each)}: {what}, so they cannot be learned at "
-                "once. Take one after the other: --first."
-            )
+    if (why := why_not_at_once("+".join(name for name, _ in each), differing)) is not None:
+        raise InvalidConfigError(why)
     return StudentNeeds(
         layers=tuple(sorted({layer for need in needs for layer in need.layers})),
         hidden=tuple(sorted({state for need in needs for state in need.hidden})),

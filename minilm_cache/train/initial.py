@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -12,7 +13,8 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments
-from minilm_cache.models.student import check_family_positions, teacher_config
+from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.student import check_family_positions, shape_config, teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
@@ -37,6 +39,9 @@ from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import ANOTHER_MODEL, load_record
 from minilm_cache.train.students import refuse_other_weights
 from minilm_cache.train.vocabulary import student_vocabulary
+
+_NO_DONOR: Final = "--first: the second training goes on with students like the teacher of this cache"
+_NO_FIRST: Final = "Leave out --first or --init-teacher, or take a donor like the teacher."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +380,8 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
     Raises:
         InvalidConfigError: students of this shape cannot begin so.
     """
+    if config.first is not None and config.init_teacher is not None:
+        _refuse_other_than_teacher(config.init_teacher, shape, teacher)
     if config.init == SLICE or (config.init is None and config.names_beginning):
         check_cut(shape, teacher, config.init_layers)
     elif config.init == EMBEDDINGS:
@@ -388,6 +395,29 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
                 f"{teacher.num_attention_heads} heads, --arch {shape.arch} has {own[0]} and {own[1]}. "
                 f"Use --init {SLICE}."
             )
+
+
+def _refuse_other_than_teacher(donor: str, shape: StudentShape, teacher: PreTrainedConfig) -> None:
+    """Raise InvalidConfigError where a donor's students compute otherwise than those of the teacher do."""
+    content = read_config(locate_teacher(donor, without_weights=True).folder)
+    own, theirs = (shape_config(shape, each.to_dict(), each.model_type) for each in (content, teacher))
+    setting = "model_type" if own.model_type != theirs.model_type else first_setting_that_differs(own, theirs)
+    if setting is not None:
+        raise InvalidConfigError(f"{_NO_DONOR}, and in {donor} {setting} is another one. {_NO_FIRST}")
+
+
+def refuse_donor_of_first(
+    config: TrainConfig, cache: Cache, shapes: Sequence[StudentShape], *, home: Path
+) -> None:
+    """Raise InvalidConfigError for a donor whose students cannot go on from the training of `--first`."""
+    if config.init_teacher is None:
+        return
+    teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), cache.manifest)
+    for shape in shapes:
+        _refuse_other_than_teacher(config.init_teacher, shape, teacher)
+    weights = teacher_weights(cache, home, config.init_teacher, may_be_donor=True)
+    if weights is not None and weights.is_donor and donor_tokens(config, cache, weights) is not None:
+        raise InvalidConfigError(f"{_NO_DONOR}, and {config.init_teacher} has another tokenizer. {_NO_FIRST}")
 
 
 def folder_of(init: str | None) -> str | None:

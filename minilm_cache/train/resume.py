@@ -9,7 +9,7 @@ from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
-from minilm_cache.train.initial import Beginnings
+from minilm_cache.train.initial import Beginnings, refuse_donor_of_first
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import (
     ANOTHER_MODEL,
@@ -19,7 +19,7 @@ from minilm_cache.train.record import (
     load_record,
     refuse_other_run,
 )
-from minilm_cache.train.setup import num_steps
+from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.train.vocabulary import refuse_own_tokens, student_vocabulary
 
 
@@ -118,7 +118,7 @@ def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRec
     return record.model_copy(update=changes)
 
 
-def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
+def check_first(config: TrainConfig, cache: Cache, *, out: Path | None, home: Path) -> None:
     """Check both objectives against the cache, before the first is trained.
 
     Raises:
@@ -138,7 +138,8 @@ def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     refuse_ranks("--first", "the two trainings wrote, the second with --init FIRST-RUN")
     check_parts(config)
     for checked in (first_config(config), config):
-        choose_objective(checked, cache, arch=config.arch)
+        objective = choose_objective(checked, cache, arch=config.arch)
+    refuse_donor_of_first(config, cache, student_shapes(config, objective), home=home)
     if config.vocab is not None:  # the first run has all pieces
         refuse_own_tokens(cache, "--vocab")
         student_vocabulary(config, cache)

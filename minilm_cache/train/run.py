@@ -129,7 +129,7 @@ def train_students(
     out = None if out is None else Path(out)
     opened = open_cache(cache, home=session.home, local_bytes=config.local_bytes)
     if config.first is not None:
-        check_first(config, opened, out)
+        check_first(config, opened, out=out, home=session.home)
         begun = train_students(
             first_config(config), cache, out=first_folder(out), resume=resume, session=session
         )
@@ -530,6 +530,7 @@ class _Run:
     def _remove_checkpoints(self) -> None:
         if self.ranks.is_first and self.config.keep_checkpoints == 0:
             remove_checkpoints(self.folder.checkpoints)
+            remove_checkpoints(self.folder.best)
 
     def _load_trained(self, arch: str, state: RunState) -> StudentTrainer:
         """Load a student that another process trained: transformers saves in the first process only."""

@@ -505,7 +505,8 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
             check_codec(each, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))
-    if config.spec.is_relational and config.layer_map != "last" and cache.layers == "last":
+    takes_several = any(each.spec.is_relational and each.layer_map != "last" for each in config.each)
+    if takes_several and cache.layers == "last":
         source.fail(location, f"layer_map {config.layer_map} needs several layers; give {{layers: all}}")
     missing = _lacking(config, cache)
     if missing:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -52,6 +53,22 @@ def test_a_head_is_fitted_to_a_teacher_that_has_none(world: World, tmp_path: Pat
     command.fails(*words, "--batch-size", 4000, "--out", tmp_path / "x", code=1, says="fewer than")
     long = (*words[:-1], 128, "--out", tmp_path / "x")
     command.fails(*long, code=2, says="--max-length 128 is more than teacher teacher has positions for")
+
+
+def test_a_teacher_with_a_head_makes_the_vectors_that_it_made(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    save_encoder(world.teacher, "mean", dense=nn.Tanh())
+    prompts = {"prompts": {"own": "ba be "}, "default_prompt_name": "own", "similarity_fn_name": "dot"}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    words = ("head", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    code, _, err = command(*words, "--batch-size", 8, "--epochs", 1, "--out", tmp_path / "out")
+    assert code == 0, err
+    before, after = (
+        SentenceTransformer(str(path), device="cpu") for path in (world.teacher, tmp_path / "out")
+    )
+    np.testing.assert_allclose(after.encode(["bo bu", "hi"]), before.encode(["bo bu", "hi"]), atol=1e-6)
+    assert (after.prompts, after.similarity_fn_name) == (before.prompts, before.similarity_fn_name)
 
 
 def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) -> None:

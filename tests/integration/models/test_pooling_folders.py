@@ -1,15 +1,20 @@
-"""Folders whose pooling cannot be computed, or is damaged: one line each."""
+"""How folders pool: as sentence-transformers does, or one line where that cannot be computed."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
 from torch import nn
 
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import Evaluated
+from minilm_cache.models.pooling import SentenceModel
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import World, dump_arguments
+from tests.support import World, dump_arguments, save_teacher
 
 
 def damaged(world: World, change: dict[str, object], file: str) -> None:
@@ -80,3 +85,33 @@ def test_linear_maps_of_another_size_or_without_numbers(
     weights = {"linear.weight": torch.full(shape, value), "linear.bias": torch.zeros(24)}
     save_file(weights, world.teacher / "2_Dense/model.safetensors")
     command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_queries_and_documents_are_compared_as_by_the_model_itself(
+    tmp_path: Path, similarity: str, *, normalize: bool
+) -> None:
+    """Its own scaling, similarity and prompts hold in both of the encoders that commands use."""
+    save_teacher(tmp_path)
+    save_encoder(tmp_path, "mean", dense=nn.Identity(), normalize=normalize)
+    said = {"prompts": {"own": "ba be ", "query": "du "}, "default_prompt_name": "own"}
+    file = tmp_path / "config_sentence_transformers.json"
+    file.write_text(json.dumps(said | {"similarity_fn_name": similarity}))
+    queries, documents = ["ba bo", "hi"], ["bu ban", "bo", "ba da de"]
+    model = SentenceTransformer(str(tmp_path), device="cpu")
+    expected = model.similarity(model.encode_query(queries), model.encode_document(documents))
+
+    evaluated = Evaluated(name="model", folder=tmp_path)
+    assert evaluated.num_bytes == sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    own = sentence_encoder(evaluated, 32, "cpu")
+    torch.testing.assert_close(
+        own.similarity(own.encode_query(queries), own.encode_document(documents)), expected
+    )
+    plain = SentenceModel(tmp_path, 32)
+    found = plain.encode(queries, role="query") @ plain.encode(documents, role="document").T
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        plain.encode(queries) @ plain.encode(documents).T,
+        model.similarity(model.encode(queries), model.encode(documents)),
+    )

@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from minilm_cache.cache import open_cache
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import UNITS, StudentBatch
-from minilm_cache.objectives.spec import OBJECTIVES, known_objective, parts_of
+from minilm_cache.objectives.spec import known_objective, parts_of
 from minilm_cache.train.config import with_preset
 from minilm_cache.train.trainer import StudentTrainer, read
 from tests.conftest import Command
@@ -49,6 +49,8 @@ def loss_of(trainer: StudentTrainer, batch: StudentBatch) -> tuple[Losses, dict[
     [
         ("words", "minilm+hidden-mse=0.5", "2x32"),
         ("words", "tinybert=0.25+minilm", "2x32"),
+        ("words", "minilm+tinybert=0.25", "2x32"),
+        ("words", "minilm+bert-pkd", "2x32"),
         ("words", "value-mse=3+bert-pkd=0.01", "2x32"),
         ("classes", "tinybert+tinybert-prediction=2", "2x32"),
         ("pooled", "minilm=0.5+embedding=2", "2x16"),
@@ -65,8 +67,7 @@ def test_the_loss_is_the_weighted_sum_of_each_alone(
     total, gradients = torch.tensor(0.0), dict[str, torch.Tensor]()
     losses, found = loss_of(joint, batch)
     for number, (name, weight) in enumerate(parts_of(objective).items()):
-        maps = {"layer_map": config.layer_map} if len(OBJECTIVES[name].maps) > 1 else {}
-        alone, own_batch = trainer_of(settings(name, arch=(arch,), **maps), cache)
+        alone, own_batch = trainer_of(settings(name, arch=(arch,)), cache)
         assert torch.equal(own_batch.inputs.ids, batch.inputs.ids)
         encoder_of(alone).load_state_dict(encoder_of(joint).state_dict())
         of_joint = joint.learner.objective.get_submodule(f"_objectives.{number}")
@@ -147,11 +148,16 @@ def test_what_cannot_be_learned_at_once_is_one_line(words: World, pooled: World,
         command.fails(*train, *given, code=2, says=says)
     both = ("--objective", "minilm", "--objective", "embedding")
     command.fails(*train, *both, "--layer-map", "all", code=2, says="--layer-map all needs layer")
+    command.fails(*train, "--layer-map", "own", code=2, says="--layer-map own does not go with")
     of_answers = ("--objective", "tinybert-prediction,embedding", "--layer-map", "all")
     command.fails(*train, *of_answers, code=2, says="--layer-map all does not go with --objective tinybert-p")
     command.fails(*train, *both, "--teacher-layer", 1, code=2, says="--teacher-layer does not go with")
     command.fails(*train, *both, "--relation-heads", 4, code=2, says="--relation-heads goes with")
     command.fails(*train, *both, "--temperature", 2, code=2, says="--temperature goes with --loss neighbours")
+    of_cosines = ("--objective", "embedding+bert-pkd", "--loss", "neighbours", "--temperature", 5)
+    command.fails(*train, *of_cosines, code=2, says="--loss neighbours needs another one than answers do")
+    parts = settings("embedding+tinybert-prediction", temperature=2.0).each
+    assert [part.temperature for part in parts] == [None, 2]
     of_words = ("train", words.root / "cache", "--arch", "2x32", "--batch-size", 8, "--init", "random")
     for objectives, says in (
         (("minilm", "mlm-kd"), "some read sequences with masked tokens and some do not"),

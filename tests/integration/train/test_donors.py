@@ -114,6 +114,25 @@ def test_a_run_of_a_donor_is_resumed_with_its_donor(world: World, tmp_path: Path
     assert world.train("run", init_teacher=str(donor), **settings).record.complete
 
 
+def test_a_donor_unlike_the_teacher_is_refused_before_the_first_training(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    """The second training goes on with students like the teacher of the cache."""
+    world.dump(**{"for": "minilm,embedding", "pooling": "mean"})
+    objectives = ("--objective", "embedding", "--first", "minilm", "--first-steps", 2, "--steps", 2)
+    words = ("train", world.root / "cache", *objectives, "--init", "slice", "--arch", "1x32:ff64")
+    for donor, says in (
+        (save_teacher(tmp_path / "family", "roberta", seed=3), "model_type is another one"),
+        (save_teacher(tmp_path / "relu", seed=3, hidden_act="relu"), "hidden_act is another one"),
+        (save_donor(tmp_path / "letters", "bert"), ("--first", "is another one")),
+    ):
+        command.fails(*words, "--init-teacher", donor, "--out", tmp_path / "run", code=2, says=says)
+        assert not [*tmp_path.glob("run*")], "something was trained"
+    like = save_teacher(tmp_path / "like", seed=3)
+    code, _, err = command(*words, "--init-teacher", like, "--out", tmp_path / "run")
+    assert code == 0, err
+
+
 def test_a_student_of_a_donor_has_its_heads(world: World, tmp_path: Path, command: Command) -> None:
     """The teacher is an encoder of T5, whose configuration says nothing of a decoder once it was read."""
     config = AutoConfig.for_model(

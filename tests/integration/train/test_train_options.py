@@ -152,11 +152,13 @@ def test_a_run_that_is_over_goes_on_with_more_steps(world: World) -> None:
 
 def test_a_run_whose_state_was_not_kept_cannot_go_on(world: World) -> None:
     world.dump()
-    result = go(world, steps=20, keep_checkpoints=0)
+    result = go(world, steps=20, keep_checkpoints=0, eval_steps=10)
+    kept = {path.name for path in result.path.iterdir()}
+    assert not {"checkpoints", "best"} & kept, "weights of students are kept twice"
     with pytest.raises(IdentityMismatchError, match=f"not there .* --init {result.path} and another --out"):
-        go(world, steps=40)
+        go(world, steps=40, eval_steps=10)
     with pytest.raises(IdentityMismatchError, match=r"holds another run, which differs in steps"):
-        go(world, steps=10)
+        go(world, steps=10, eval_steps=10)
     assert load_record(result.path).complete
 
 
