@@ -26,12 +26,12 @@ from minilm_cache.report.tables import held_out_of, students_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
-from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain_plan import SETTINGS_FILE, Stage, Way, chain_settings, check_chain, stages
 from minilm_cache.workflows.config import ChainConfig
+from minilm_cache.workflows.stages import COMPLETE, assistants_dump
 
 CHAIN_FILE = "chain.json"
 REPORT_FILE = "report.html"
@@ -219,13 +219,10 @@ def _train(config: ChainConfig, stage: Stage, *done: None, first: Path, session:
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
     """Return the settings of a dump: assistants read the teacher's sequences, in the same shards."""
-    changes: dict[str, Any] = {}
     if stage.path != first:
-        shard_tokens = read_manifest(first).shard_tokens
-        changes = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
-    if (stage.path / MANIFEST).exists() and read_manifest(stage.path).complete:
-        changes["shard_tokens"] = None  # keep the shards as they are: the cache may have been pulled
-    return config.dump.with_changes(**changes)
+        return assistants_dump(config.dump, Path(stage.source), first=first, out=stage.path)
+    # A complete cache keeps its shards, as it may have been pulled.
+    return config.dump.with_changes(**{"shard_tokens": None} if stage.state() == COMPLETE else {})
 
 
 def _finish(

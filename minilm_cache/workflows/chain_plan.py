@@ -10,11 +10,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.config import check_codec, split_into
 from minilm_cache.objectives.several import check_also
 from minilm_cache.settings import Settings, WrittenSettings, first_problem, validated
@@ -35,7 +33,6 @@ from minilm_cache.train.config import (
     with_preset,
 )
 from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
-from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import (
@@ -46,7 +43,7 @@ from minilm_cache.workflows.config import (
     refuse_lacking,
     refuse_other_objective,
 )
-from minilm_cache.workflows.study_preview import cache_state, run_state
+from minilm_cache.workflows.stages import cache_state, check_student, run_state
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Source
 
 SETTINGS_FILE = "settings.json"
@@ -251,18 +248,11 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
     teacher = read_config(source.folder)
     heads = teacher.num_attention_heads
+    for arch in config.assistants:
+        teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True)
+    for arch in config.train.arch:
+        check_student(config.train, arch, teacher, heads=heads)
     split = split_into(config.train.objective, config.train.relation_heads, heads)
-    for arch in (*config.assistants, *config.train.arch):
-        shape = parse_arch(arch, heads, split_into=split)
-        if shape.num_heads != heads and arch in config.assistants:
-            raise InvalidConfigError(
-                f"--assistant {arch}: an assistant must have its teacher's {heads} heads, so that the same "
-                f"students can be trained with and without it. Leave out :h{shape.num_heads}."
-            )
-        student = shape_config(shape, teacher.to_dict(), teacher.model_type)
-        check_beginning(config.train, shape, teacher)
-        if arch in config.assistants:
-            teacher = student
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(checked, folder)
     return checked

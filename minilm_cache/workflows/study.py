@@ -22,16 +22,15 @@ from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import DivergedError, InvalidConfigError, TeacherError
 from minilm_cache.evaluate.card import Summary
 from minilm_cache.evaluate.run import Evaluation, evaluate_models
-from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config, refuse_no_head
 from minilm_cache.models.locate import MINI, locate_teacher
-from minilm_cache.models.student import shape_config, teacher_config
+from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.config import ObjectiveConfig, check_codec, split_into
+from minilm_cache.objectives.config import ObjectiveConfig, check_codec
 from minilm_cache.objectives.labelled import own_labels
 from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
@@ -45,11 +44,11 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
 from minilm_cache.train.vocabulary import listed_name
+from minilm_cache.workflows.stages import assistants_dump, check_student
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -230,9 +229,9 @@ def _dump_assistant(
     of_teacher = study.caches[assistant.teacher]
     assert isinstance(of_teacher, DumpConfig)
     first, out = folder / "caches" / assistant.teacher, folder / "caches" / assistant.name
-    is_there = (out / MANIFEST).exists() and read_manifest(out).complete
-    shard_tokens = None if is_there else read_manifest(first).shard_tokens
-    config = assistant.dump(of_teacher, folder / "runs", shard_tokens)
+    (arch,) = assistant.training.config.arch
+    student = RunFolder(path=folder / "runs" / assistant.training.name).student(arch)
+    config = assistants_dump(of_teacher, student, first=first, out=out)
     dump_cache(config, out=out, tokens_of=first, session=session)
     return first
 
@@ -472,23 +471,16 @@ def _check_assistant(study: Study, assistant: Assistant) -> None:
     cache = study.caches[assistant.teacher]
     assert isinstance(cache, DumpConfig)
     source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
-    teacher, config = read_config(source.folder), assistant.training.config
+    config, teacher = assistant.training.config, read_config(source.folder)
     heads = teacher.num_attention_heads
-    split = split_into(config.objective, config.relation_heads, heads)
     try:
-        shape = parse_arch(config.arch[0], heads, split_into=split)
-        student = shape_config(shape, teacher.to_dict(), teacher.model_type)
-        check_beginning(config, shape, teacher)
+        student = check_student(config, config.arch[0], teacher, heads=heads, is_assistant=True)
         for planned in study.passes:
             if planned.cache == assistant.name:
                 for arch in planned.config.arch:
-                    check_beginning(planned.config, parse_arch(arch, heads, split_into=split), student)
+                    check_student(planned.config, arch, student, heads=heads)
     except InvalidConfigError as error:
         study.source.fail(("assistants",), str(error))
-    if shape.num_heads != heads:
-        problem = f"{config.arch[0]}: an assistant must have its teacher's {heads} heads, so that the same "
-        problem += f"students can be trained with and without it; leave out :h{shape.num_heads}"
-        study.source.fail(("assistants",), problem)
 
 
 def _check_pass(
@@ -500,12 +492,9 @@ def _check_pass(
         check_parts(training)
     except InvalidConfigError as error:
         study.source.fail(("train",), str(error))
-    split = split_into(training.objective, training.relation_heads, heads)
     for arch in training.arch:
         try:
-            shape = parse_arch(arch, heads, split_into=split, compares_heads=training.spec.compares_heads)
-            shape_config(shape, teacher.to_dict(), teacher.model_type)
-            check_beginning(training, shape, teacher)
+            check_student(training, arch, teacher, heads=heads)
         except InvalidConfigError as error:
             study.refuse_arch(arch, str(error))
 

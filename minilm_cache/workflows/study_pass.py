@@ -6,14 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import load_record
-from minilm_cache.workflows.config import NOT_OF_A_CHAIN, naming_settings
+from minilm_cache.workflows.config import naming_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +69,3 @@ class Assistant:
     teacher: str
     """Name of the cache that it learns from."""
     training: Pass
-
-    def dump(self, of_teacher: DumpConfig, runs: Path, shard_tokens: int | None) -> DumpConfig:
-        """Return the settings of its dump: the teacher's sequences, in the same shards.
-
-        Args:
-            of_teacher: settings of its teacher's dump.
-            runs: folder of runs.
-            shard_tokens: tokens of a shard of its teacher's cache.
-        """
-        fields = StateSettings.model_fields
-        none = {name: fields[name].default for name in NOT_OF_A_CHAIN & fields.keys() if name != "pooled"}
-        (arch,) = self.training.config.arch
-        student = RunFolder(path=runs / self.training.name).student(arch)
-        changes = {"teacher": str(student), "revision": None, "layers": "last", "shard_tokens": shard_tokens}
-        return of_teacher.with_changes(**none, **changes)

@@ -8,49 +8,12 @@ from pathlib import Path
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.setup import refuse_other_dump
-from minilm_cache.errors import CacheCorruptError
 from minilm_cache.evaluate.files import task_like
 from minilm_cache.session import Session
-from minilm_cache.store.index import committed_shards, read_ranges
-from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.folder import is_run
-from minilm_cache.train.record import load_record
+from minilm_cache.workflows.stages import COMPLETE, TO_DO, cache_state, run_state
 from minilm_cache.workflows.study import check_shapes, compared, known_record
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study
-
-COMPLETE = "complete"
-TO_DO = "to do"
-
-
-def cache_state(path: Path) -> str:
-    """Return `to do`, `unfinished` with the number of shards written, or `complete`.
-
-    Raises:
-        MiniLMCacheError: the cache is damaged.
-    """
-    if not (path / MANIFEST).is_file():
-        return TO_DO
-    manifest = read_manifest(path)
-    if manifest.complete:
-        return COMPLETE
-    try:
-        num_shards = len(read_ranges(path, manifest))
-    except CacheCorruptError:  # the dump was killed before it wrote them, and writes them when it resumes
-        return "unfinished"
-    return f"unfinished: {len(committed_shards(path, num_shards))} of {num_shards} shards"
-
-
-def run_state(path: Path) -> str:
-    """Return `to do`, `unfinished` or `complete`.
-
-    Raises:
-        MiniLMCacheError: the run is damaged.
-    """
-    if not is_run(path):
-        return TO_DO
-    return COMPLETE if load_record(path).complete else "unfinished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,97 @@
+"""What chains and studies have in common: how far their caches and runs are, and their assistants."""
+
+from pathlib import Path
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from minilm_cache.dump.config import DumpConfig, StateSettings
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.student import shape_config
+from minilm_cache.objectives.config import split_into
+from minilm_cache.store.index import committed_shards, read_ranges
+from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import is_run
+from minilm_cache.train.initial import check_beginning
+from minilm_cache.train.record import load_record
+from minilm_cache.workflows.config import NOT_OF_A_CHAIN
+
+COMPLETE: Final = "complete"
+TO_DO: Final = "to do"
+
+
+def cache_state(path: Path) -> str:
+    """Return `to do`, `unfinished` with the number of shards written, or `complete`.
+
+    Raises:
+        MiniLMCacheError: the cache is damaged.
+    """
+    if not (path / MANIFEST).is_file():
+        return TO_DO
+    manifest = read_manifest(path)
+    if manifest.complete:
+        return COMPLETE
+    try:
+        num_shards = len(read_ranges(path, manifest))
+    except CacheCorruptError:  # the dump was killed before it wrote them, and writes them when it resumes
+        return "unfinished"
+    return f"unfinished: {len(committed_shards(path, num_shards))} of {num_shards} shards"
+
+
+def run_state(path: Path) -> str:
+    """Return `to do`, `unfinished` or `complete`.
+
+    Raises:
+        MiniLMCacheError: the run is damaged.
+    """
+    if not is_run(path):
+        return TO_DO
+    return COMPLETE if load_record(path).complete else "unfinished"
+
+
+def check_student(
+    config: TrainConfig, arch: str, teacher: PreTrainedConfig, *, heads: int, is_assistant: bool = False
+) -> PreTrainedConfig:
+    """Return the configuration of a student, before anything is dumped.
+
+    Args:
+        config: settings of its training.
+        arch: its shape.
+        teacher: configuration of its teacher.
+        heads: heads of the teacher's relations.
+        is_assistant: whether it is a teacher, too.
+
+    Raises:
+        InvalidConfigError: the shape does not fit the teacher's family, cannot begin as it should, or is that
+            of an assistant with other heads than its teacher.
+    """
+    split = split_into(config.objective, config.relation_heads, heads)
+    compares_heads = is_assistant or config.spec.compares_heads
+    shape = parse_arch(arch, heads, split_into=split, compares_heads=compares_heads)
+    if shape.num_heads != heads and is_assistant:
+        raise InvalidConfigError(
+            f"assistant {arch}: an assistant must have its teacher's {heads} heads, so that the same "
+            f"students can be trained with and without it. Leave out :h{shape.num_heads}."
+        )
+    student = shape_config(shape, teacher.to_dict(), teacher.model_type)
+    check_beginning(config, shape, teacher)
+    return student
+
+
+def assistants_dump(of_teacher: DumpConfig, assistant: Path, *, first: Path, out: Path) -> DumpConfig:
+    """Return the settings of an assistant's dump: its teacher's sequences, in the same shards.
+
+    Args:
+        of_teacher: settings of the teacher's dump.
+        assistant: folder of the assistant.
+        first: folder of the teacher's cache.
+        out: folder of the cache; one that is complete, and may have been pulled, keeps its shards.
+    """
+    fields = StateSettings.model_fields
+    none = {name: fields[name].default for name in NOT_OF_A_CHAIN & fields.keys() if name != "pooled"}
+    shard_tokens = None if cache_state(out) == COMPLETE else read_manifest(first).shard_tokens
+    changes = {"teacher": str(assistant), "revision": None, "layers": "last", "shard_tokens": shard_tokens}
+    return of_teacher.with_changes(**none, **changes)
