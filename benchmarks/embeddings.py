@@ -37,7 +37,7 @@ from benchmarks.texts import records
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.cache import Cache
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.dump.imported import import_vectors
+from minilm_cache.dump.imported import import_answers
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
@@ -311,7 +311,7 @@ def _imported(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
         export_vectors(cache.reader.root, file)
     if not place.exists():
         settings: dict[str, Any] = {"vectors": str(file), "tokenizer": "mini", "max_length": MAX_LENGTH}
-        import_vectors(validated(ImportConfig, settings), out=place, session=Session(given.home))
+        import_answers(validated(ImportConfig, settings), out=place, session=Session(given.home))
     result: dict[str, Any] = {"steps": given.steps}
     for name, root in (("dumped", cache.reader.root), ("imported", place)):
         settings = {"arch": ("3x384",), "init": str(start), "objective": "embedding", "steps": given.steps}

@@ -186,11 +186,11 @@ def import_file(
     refuse_files(out=out)
     refuse_missing(models=[config.tokenizer])
     refuse_no_answers_file(config)
-    from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
+    from minilm_cache.dump.imported import import_answers  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
     with stoppable_session() as session:
-        result = (import_scores if has_scores else import_vectors)(config, out=out, session=session)
+        result = import_answers(config, out=out, session=session)
     manifest = result.manifest
     if json:
         print_json(

@@ -43,11 +43,11 @@ from minilm_cache.storage_schema.states import LOGITS, POOLED, PoolingMode, Sign
 from minilm_cache.store.durable import refuse_file
 
 
-def import_vectors(config: ImportConfig, *, out: Path | None = None, session: Session = ALONE) -> DumpResult:
-    """Write a cache of texts and vectors that are in a Parquet file.
+def import_answers(config: ImportConfig, *, out: Path | None = None, session: Session = ALONE) -> DumpResult:
+    """Write a cache of texts and vectors in a Parquet file, or of pairs of texts and scores in records.
 
     Args:
-        config: the file, and how students read its texts.
+        config: the file, and how students read its texts; with `score_columns` it holds scores.
         out: folder of the cache. None means a folder below `home`, named by content.
         session: its home is the folder of caches. Its progress shows tokens done. Its `should_stop` is called
             before each batch; True stops and keeps what is committed.
@@ -55,28 +55,15 @@ def import_vectors(config: ImportConfig, *, out: Path | None = None, session: Se
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
-    of_vectors = {"pooled": True, "pooling": config.pooling, "min_cosine": config.min_cosine}
-    dump = _dump_of(config, {**of_vectors, "packing": "records"})
-    known, corpus = read_vectors(config, session), load_corpus(config.vectors, config.text_column)
+    if config.score_columns is None:
+        of_vectors = {"pooled": True, "pooling": config.pooling, "min_cosine": config.min_cosine}
+        dump = _dump_of(config, {**of_vectors, "packing": "records"})
+        known, corpus = read_vectors(config, session), load_corpus(config.vectors, config.text_column)
+    else:
+        assert config.pair_columns is not None
+        dump = _dump_of(config, {"logits": True, "pair_columns": config.pair_columns})
+        known, corpus = read_scores(config), load_corpus(config.vectors, pair_columns=config.pair_columns)
     return _write(config, dump, known, corpus=corpus, out=out, session=session)
-
-
-def import_scores(config: ImportConfig, *, out: Path | None = None, session: Session = ALONE) -> DumpResult:
-    """Write a cache of pairs of texts and scores that are in a file of records.
-
-    Args:
-        config: the file, its columns of texts and of scores, and how students read its texts.
-        out: folder of the cache. None means a folder below `home`, named by content.
-        session: its home is the folder of caches. Its progress shows tokens done. Its `should_stop` is called
-            before each batch; True stops and keeps what is committed.
-
-    Raises:
-        MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
-    """
-    assert config.pair_columns is not None
-    dump = _dump_of(config, {"logits": True, "pair_columns": config.pair_columns})
-    corpus = load_corpus(config.vectors, pair_columns=config.pair_columns)
-    return _write(config, dump, read_scores(config), corpus=corpus, out=out, session=session)
 
 
 def _dump_of(config: ImportConfig, more: Mapping[str, object]) -> DumpConfig:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.answers import read_vectors
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.dump.imported import import_vectors
+from minilm_cache.dump.imported import import_answers
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
@@ -59,7 +59,7 @@ def test_unknown_words_and_both_texts_of_pairs_are_exported(world: World) -> Non
     world.dump(**POOLED_ONLY, documents="lines")
     export_vectors(world.root / "cache", world.root / "out.parquet")
     settings = {"vectors": str(world.root / "out.parquet"), "tokenizer": str(world.teacher), "max_length": 32}
-    again = import_vectors(ImportConfig(**settings), out=world.root / "again").path
+    again = import_answers(ImportConfig(**settings), out=world.root / "again").path
     first, second = (
         sorted(tuple(cache[n].input_ids.tolist()) for n in range(len(cache)))
         for cache in (open_cache(world.root / "cache"), open_cache(again))
@@ -80,7 +80,7 @@ def test_unknown_words_and_both_texts_of_pairs_are_exported(world: World) -> Non
 def test_vectors_of_another_model_become_a_cache(world: World) -> None:
     file = write_vectors(world)
     config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32, teacher="an api")
-    result = import_vectors(config, out=world.root / "imported")
+    result = import_answers(config, out=world.root / "imported")
     cache = open_cache(result.path)
     given = {row["text"]: row["embedding"] for row in pq.read_table(file).to_pylist()}
     tokenizer = AutoTokenizer.from_pretrained(world.teacher)
@@ -97,7 +97,7 @@ def test_vectors_of_another_model_become_a_cache(world: World) -> None:
     assert cache.manifest.identity.states is not None
     assert cache.manifest.identity.states.pooled is not None
     assert not cache.manifest.identity.states.pooled.normalize
-    again = import_vectors(config, out=world.root / "imported")
+    again = import_answers(config, out=world.root / "imported")
     assert again.shards_written == 0
 
 
@@ -176,16 +176,16 @@ def test_an_import_has_bounds_and_stops(world: World) -> None:
     config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32)
     wide = write_vectors(world, width=70_000, text=["ba", "be", "bi"], embedding=list(np.eye(3, 70_000)))
     with pytest.raises(CorpusError, match=r"70,000 numbers are wider than any cache"):
-        import_vectors(config.model_copy(update={"vectors": str(wide)}))
+        import_answers(config.model_copy(update={"vectors": str(wide)}))
     write_vectors(world, embedding=[[1.0, 2.0, 3.0]] * 60)
     with pytest.raises(InterruptedRunError):
-        import_vectors(config, out=world.root / "imported", session=Session(should_stop=lambda: True))
+        import_answers(config, out=world.root / "imported", session=Session(should_stop=lambda: True))
     rows = 4_000_000
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows, np.float32)), 1)
     texts = pa.array(["ba"]).take(pa.array(np.zeros(rows, np.int64)))
     pq.write_table(pa.table({"text": texts, "embedding": vectors}), file)
     with pytest.raises(CorpusError, match="would unpack to"):
-        import_vectors(config, out=world.root / "imported")
+        import_answers(config, out=world.root / "imported")
 
 
 def test_positions_that_a_family_keeps_for_itself_are_known(world: World) -> None:
@@ -195,10 +195,10 @@ def test_positions_that_a_family_keeps_for_itself_are_known(world: World) -> Non
     for length, fits in ((64, True), (65, False)):
         config = ImportConfig(vectors=str(file), tokenizer=str(roberta), max_length=length)
         if fits:
-            assert import_vectors(config, out=world.root / "imported").shards_written
+            assert import_answers(config, out=world.root / "imported").shards_written
         else:
             with pytest.raises(InvalidConfigError, match="--max-length 65"):
-                import_vectors(config, out=world.root / "no")
+                import_answers(config, out=world.root / "no")
 
 
 def test_a_text_may_repeat_with_a_vector_that_was_rounded_otherwise(world: World, command: Command) -> None:
@@ -264,10 +264,10 @@ def test_mutated_vectors_are_read_or_one_line(world: World) -> None:
 def test_marks_at_the_beginning_of_texts_are_no_text(world: World) -> None:
     texts = world.corpus.read_text().strip().split("\n\n")
     plain = ImportConfig(vectors=str(write_vectors(world)), tokenizer=str(world.teacher), max_length=32)
-    expected = import_vectors(plain, out=world.root / "plain")
+    expected = import_answers(plain, out=world.root / "plain")
     marked = write_vectors(world, text=[f"\ufeff{texts[0]}", *texts[1:]])
-    found = import_vectors(plain.with_changes(vectors=str(marked)), out=world.root / "marked")
+    found = import_answers(plain.with_changes(vectors=str(marked)), out=world.root / "marked")
     assert open_cache(found.path)[0].input_ids.tolist() == open_cache(expected.path)[0].input_ids.tolist()
     alone = write_vectors(world, text=["\ufeff", *texts[1:]])
     with pytest.raises(CorpusError, match=r"row 0 .* has a vector without a text"):
-        import_vectors(plain.with_changes(vectors=str(alone)), out=world.root / "alone")
+        import_answers(plain.with_changes(vectors=str(alone)), out=world.root / "alone")
