@@ -41,6 +41,7 @@ from minilm_cache.store.index import committed_shards
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.urls import refuse_no_folder
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.wording import Made, Place, counted
 
@@ -110,6 +111,8 @@ def dump_cache(
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
     out, add, tokens_of = (None if path is None else Path(path) for path in (out, add, tokens_of))
+    if cache_store is not None:
+        refuse_no_folder(cache_store, "--cache-store")
     resolved = resolve_dump(config, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     path, config = resolved.path, resolved.config
     if cache_store is not None and not (path / MANIFEST).exists():

@@ -76,3 +76,14 @@ def parts_of_url(url: str) -> tuple[str, str, str]:
     if not (path or bucket if scheme == "file" else bucket):
         raise InvalidConfigError(f"cannot open {url}: it names no bucket and no folder. {STORE_REMEDY}.")
     return scheme, bucket, path
+
+
+def refuse_no_folder(url: str, option: str) -> None:
+    """Raise InvalidConfigError for a store that is no known one, or a folder that does not exist.
+
+    Args:
+        url: URL or path of the store; buckets are not asked.
+        option: what names it.
+    """
+    if parts_of_url(url)[0] == "file" and not Path(url.removeprefix("file://")).is_dir():
+        raise InvalidConfigError(f"{option} {url}: there is no such folder. Check the path, or leave it out.")

@@ -286,6 +286,8 @@ def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: C
     dump_cache(world.config(shard_tokens=512), out=world.root / "cache", session=Session(world.home))
     store = world.root / "store"
     command("push", world.root / "cache", store)
+    nowhere = ("--cache-store", world.root / "stroe")
+    command.fails(*arguments(world, *nowhere), code=2, says=("--cache-store", "there is no such folder"))
     for _ in range(2):
         code, _, err = command(*arguments(world, "--cache-store", store))
         assert code == 0, err
