@@ -155,7 +155,11 @@ def _rendered(model: Evaluated, summaries: Sequence[Summary]) -> bytes:
         card.data.model_name = card.data.model_name or model.name
         card.data.eval_results = [*kept, *results]
         for summary in summaries:
-            card.text = _without_section(card.text, _dataset(summary)).rstrip() + "\n\n" + _section(summary)
+            card.text = (
+                _without_section(card.text, name_in_cards(summary.task, summary.track)).rstrip()
+                + "\n\n"
+                + _section(summary)
+            )
         return str(card).encode()
     except Exception as error:
         raise InvalidConfigError(
@@ -187,9 +191,13 @@ def _without_section(text: str, name: str) -> str:
     return text
 
 
-def _dataset(summary: Summary) -> str:
-    task = TASKS.get(summary.task)
-    return f"{summary.task if task is None else task.title} {summary.track}".strip()
+def name_in_cards(task: str, track: str) -> str:
+    """Return the name of a track of a task in cards, which no other task has."""
+    known = TASKS.get(task)
+    name = task if known is None else known.title
+    if known is not None and known is not next(each for each in TASKS.values() if each.title == name):
+        name += f" ({task})"
+    return f"{name} {track}".strip()
 
 
 def _place(result: EvalResult) -> tuple[object, ...]:
@@ -203,7 +211,7 @@ def _results(summary: Summary) -> list[EvalResult]:
         EvalResult(
             task_type=_card_type(task, scores),
             dataset_type=summary.task if task is None else task.hub,
-            dataset_name=_dataset(summary),
+            dataset_name=name_in_cards(summary.task, summary.track),
             dataset_config=places[name][0],
             dataset_split=places[name][1],
             metric_type=metric.replace(" ", "_"),
@@ -224,7 +232,7 @@ def _card_type(task: Task | None, scores: Mapping[str, Score]) -> str:
 
 def _section(summary: Summary) -> str:
     """Return the card section of a task: a table of scores, and the settings of the fine-tuning."""
-    name = _dataset(summary)
+    name = name_in_cards(summary.task, summary.track)
     rows = [
         f"| {set_name} ({summary.num_scored[set_name]:,} examples) | {metric} | {score.mean:.1f}"
         + (" |" if score.stddev is None else f" ± {score.stddev:.1f} |")

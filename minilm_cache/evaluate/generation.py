@@ -127,7 +127,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         mask_token(tokenizer)
         own, needed = positions_of(shape, model.name), self.generation.decoding.positions
         if self.generation.positions is None or needed <= own:
-            remedy = "Lower one of them, or give --positions copied."
+            remedy = "Lower one of them, or fine-tune with --positions copied."
             check_generates(shape, self.generation.decoding, model.name, remedy=remedy)
             return ""
         tokenizer.model_max_length = needed

@@ -55,9 +55,6 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
         Raises:
             InvalidConfigError: a setting is about another kind of task.
         """
-        given = config.generation_given
-        if given is not None and len(config.task) == 1:
-            raise InvalidConfigError(f"{given} is about generated texts, and {self.task.title} has none.")
         return self if config.max_length is None else self.of(self.task.cut(config.max_length))
 
     def of(self: AnyKind, task: Any) -> AnyKind:  # noqa: ANN401 - of the same kind

@@ -210,6 +210,10 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
             trial = source.folder.resolve().parent  # all models that trials keep have one name
             own_name = trial.name if (trial / TRIAL_FILE).is_file() else source.name
             models.append(Evaluated(name=own_name, folder=source.folder))
+    once: dict[Path, Evaluated] = {}
+    for model in models:  # a run, and a study that has it, name the same students
+        once.setdefault(model.folder.resolve(), model)
+    models = list(once.values())
     slugs = [model.slug for model in models]
     doubled = next((model.name for model in models if slugs.count(model.slug) > 1), None)
     if doubled is not None:

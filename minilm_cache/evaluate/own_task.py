@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from minilm_cache.corpus.formats import kind_of
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
 from minilm_cache.evaluate.files import generation_columns, own_rows, read_own_text
@@ -145,11 +146,26 @@ def _rows(file: Path, columns: Sequence[str], label_column: str) -> list[Row]:
         CorpusError: see `read_own_task`; messages name the options of this command.
     """
     return [
-        Row(tuple(read_own_text(row[name], where) for name in columns), row[label_column], where, number)
+        Row(
+            tuple(read_own_text(row[name], where) for name in columns),
+            _label(row[label_column], where),
+            where,
+            number,
+        )
         for number, (where, row) in enumerate(
             own_rows(file, (*columns, label_column), "--text-columns, --label-column")
         )
     ]
+
+
+def _label(value: object, where: str) -> object:
+    """Return a label; raise CorpusError for a list or an object, which is no name of a class."""
+    if isinstance(value, list | tuple | dict | set):
+        raise CorpusError(
+            f"{where}: label {str(value)[:40]!r} is {kind_of(value)}. A label is one class or one value: "
+            "several labels of a text are not learned here. Write each label as a text or a number."
+        )
+    return value
 
 
 def _refuse_words_among_values(rows: Sequence[Row]) -> None:

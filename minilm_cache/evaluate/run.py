@@ -29,7 +29,7 @@ from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
+from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file, refuse_unwritable
 from minilm_cache.wording import Made, Place, some_of
 
 if TYPE_CHECKING:
@@ -127,25 +127,16 @@ def evaluate_models(
         StorageError: a file cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    device = check_device(config.device)
-    out = Path(out)
-    refuse_file(out)
+    device, out = check_device(config.device), Path(out)
     places = [os.fspath(name) for name in ([names] if isinstance(names, str | os.PathLike) else names)]
-    models = find_models(places, config.revision, untrained=config.untrained)
+    models, trials = _planned(config, places, out=out, session=session)
     trained = [model for model in models if not model.untrained]
-    if config.card:
-        check_cards(trained, places)
-    trials = [
-        trial
-        for name in config.task
-        for kind, tracks in [_read(config, name, session)]
-        for model in models
-        for trial in _trials(config, model, kind=kind, tracks=tracks, out=out, note=session.progress.note)
-    ]
     records = []
     for number, trial in enumerate(trials, 1):
         session.stop_if_asked(TRIALS_KEPT)
         record = _finished_record(trial, config)
+        if record is None:
+            refuse_unwritable(out)
         which = f"{number} of {len(trials)}"
         records.append(record or _run_trial(trial, config, device=device, session=session, which=which))
     summaries = summarise(records)
@@ -165,6 +156,47 @@ def evaluate_models(
     return Evaluation(
         path=out, trials=records, folders=folders, summaries=summaries, cards=cards, remarks=remarks
     )
+
+
+def check_evaluation(config: EvaluateConfig, names: Sequence[str], *, out: Path, session: Session) -> None:
+    """Raise the error that an evaluation of models would end in before its first trial.
+
+    Data are read for it, and models are not trained or scored.
+
+    Args:
+        config: tasks, data and settings.
+        names: names or folders of models that are there already.
+        out: folder of trials.
+        session: its home is the folder of what is kept; nothing is shown.
+
+    Raises:
+        MiniLMCacheError: same as for `evaluate_models`.
+    """
+    check_device(config.device)
+    _planned(config, names, out=out, session=session.with_progress(None))
+
+
+def _planned(
+    config: EvaluateConfig, places: Sequence[str], *, out: Path, session: Session
+) -> tuple[list[Evaluated], list[_Trial]]:
+    """Return the models and the trials of an evaluation, after every check that needs no training."""
+    refuse_file(out)
+    models = find_models(places, config.revision, untrained=config.untrained)
+    if config.card:
+        check_cards([model for model in models if not model.untrained], places)
+    tasks = [_read(config, name, session) for name in config.task]
+    if config.generation_given is not None and all(kind.generation is None for kind, _ in tasks):
+        titles = " and ".join(kind.task.title for kind, _ in tasks)
+        raise InvalidConfigError(
+            f"{config.generation_given} is about generated texts, and {titles} has none. Leave it out."
+        )
+    trials = [
+        trial
+        for kind, tracks in tasks
+        for model in models
+        for trial in _trials(config, model, kind=kind, tracks=tracks, out=out, note=session.progress.note)
+    ]
+    return models, trials
 
 
 def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary]) -> Iterator[str]:

@@ -298,10 +298,13 @@ def _without_empty(examples: Sequence[SpanExample]) -> dict[str, list[str]]:
 
     The script of SQuAD 2.0 leaves them out, that of 1.1 does not.
     """
-    return {
-        example.identifier: [text for _, text in example.answers if words_of(text, "en")]
-        for example in examples
-    }
+    return {example.identifier: [text for _, text in example.answers if _words(text)] for example in examples}
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of an answer by SQuAD's script, which takes the signs of ASCII alone for signs."""
+    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(_ARTICLES["en"], " ", plain).split()
 
 
 def _squad(

@@ -83,6 +83,11 @@ class TextKind(Kind[TextTask, TextExample]):
                 "has no answers of its own. Fine-tune it on the task first (`minilm-cache evaluate` with "
                 "--keep-models, without --as-is)."
             )
+        if getattr(config, "problem_type", None) == "multi_label_classification":
+            raise InvalidConfigError(
+                f"{model.name} gives several labels to a text (problem_type in its config.json), and "
+                f"{self.task.title} has one of each. Take a model that was fine-tuned on it."
+            )
         order = class_order(names, self.task.labels)
         if order is not None and self._is_order_guessed(names):
             raise InvalidConfigError(
@@ -91,17 +96,25 @@ class TextKind(Kind[TextTask, TextExample]):
             )
         if order is None:
             wanted = ", ".join(self.task.labels) or "one value"
-            has_more = set(self.task.labels) < set(names)
             raise InvalidConfigError(
                 f"{model.name} answers with {', '.join(names)}, and {self.task.title} is about {wanted}. "
-                + (
-                    "Give --task a file that has all of these classes, and this one as --dev."
-                    if has_more and self.task.name not in TASKS
-                    else "Take a model that was fine-tuned on it, or give its classes these names in its "
-                    "config.json (id2label)."
-                )
+                f"{self._remedy(names)}"
             )
         return order
+
+    def _remedy(self, names: Sequence[str]) -> str:
+        """Return what to do where a model's classes are not those of the task."""
+        is_own = self.task.name not in TASKS
+        if is_own and set(self.task.labels) < set(names):
+            return "Give --task a file that has all of these classes, and this one as --dev."
+        if is_own and len(names) == 1 and all(label.isdecimal() for label in self.task.labels):
+            return (
+                "If it answers with a value on the scale of these labels, give --metric pearson or spearman."
+            )
+        return (
+            "Take a model that was fine-tuned on it, or give its classes these names in its config.json "
+            "(id2label)."
+        )
 
     def _is_order_guessed(self, names: Sequence[str]) -> bool:
         """Return whether a model's classes have no names, and nothing else says which is which.
@@ -109,7 +122,8 @@ class TextKind(Kind[TextTask, TextExample]):
         Labels of benchmarks, and numbers, have an order that models of them have, too.
         """
         has_order = self.task.name in TASKS or all(label.isdecimal() for label in self.task.labels)
-        return not has_order and all(_DRAWN_NAME.fullmatch(name) for name in names)
+        is_named = set(names) == set(self.task.labels)
+        return not (has_order or is_named) and all(_DRAWN_NAME.fullmatch(name) for name in names)
 
     def encode(
         self, examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast
@@ -209,9 +223,10 @@ def class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None
     """
     if len(names) != max(1, len(labels)):
         return None
-    if not labels or all(_DRAWN_NAME.fullmatch(name) for name in names):
-        return list(range(len(names)))
-    return [names.index(label) for label in labels] if set(names) == set(labels) else None
+    if labels and set(names) == set(labels):
+        return [names.index(label) for label in labels]
+    is_drawn = not labels or all(_DRAWN_NAME.fullmatch(name) for name in names)
+    return list(range(len(names))) if is_drawn else None
 
 
 def _reorder(model: nn.Module, order: Sequence[int]) -> None:

@@ -63,7 +63,9 @@ class PooledClassifier(nn.Module):
     ) -> "PooledClassifier":
         """Return the model of a folder with a `modules.json`, with a new layer of random weights.
 
-        Vectors are not divided by their length, and texts of tasks get no prompt, which is for other uses.
+        The layer of a model that answers a task already goes on where it gives as many answers, and is left
+        out where it does not, as heads of other classifiers are. Vectors are not divided by their length, and
+        texts of tasks get no prompt, which is for other uses.
 
         Args:
             folder: folder of the model.
@@ -74,17 +76,23 @@ class PooledClassifier(nn.Module):
         Raises:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
         """
-        model = load_model(folder, attention="sdpa")
+        model, known = load_model(folder, attention="sdpa"), load_pooled_head(folder)
         model.config.update(head_config("sequences", labels))
         pooler = load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)
         if untrained:
             model = build_model(model.config, "sdpa")
             for earlier in pooler.dense:
                 earlier.linear.reset_parameters()
-        layer = nn.Linear(pooler.width(model.config.hidden_size), max(1, len(labels)))
-        nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
-        nn.init.zeros_(layer.bias)
-        dense = [*pooler.dense, DenseLayer(layer, nn.Identity())]
+        answers = max(1, len(labels))
+        if known is None or known.width(model.config.hidden_size) != answers:
+            dense = pooler.dense if known is None else pooler.dense[:-1]
+            pooler = SentencePooler(pooler.mode, dense, normalize=False)
+            layer = nn.Linear(pooler.width(model.config.hidden_size), answers)
+            nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
+            nn.init.zeros_(layer.bias)
+            dense = [*dense, DenseLayer(layer, nn.Identity())]
+        else:
+            dense = pooler.dense
         return cls(SentenceEncoder(model, SentencePooler(pooler.mode, dense, normalize=False)), max_length)
 
     def forward(

@@ -78,6 +78,17 @@ class MapTexts:
     """Texts of the user, which need a teacher."""
 
 
+def check_sequences(cache: Cache, numbers: Sequence[int]) -> None:
+    """Raise InvalidConfigError for a number that no held-out sequence of a cache has."""
+    held_out = cache.manifest.num_held_out
+    for number in numbers:
+        if not 0 <= number < held_out:
+            raise InvalidConfigError(
+                f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
+                "Give one of them, or --text and --teacher."
+            )
+
+
 def examples(
     cache: Cache, students: Sequence[tuple[str, Path]], *, teacher: Teacher | None, map_texts: MapTexts
 ) -> list[Example]:
@@ -93,13 +104,7 @@ def examples(
         InvalidConfigError: the cache has no held-out sequence of this number.
         TeacherError: a folder holds no student.
     """
-    held_out = cache.manifest.num_held_out
-    for number in map_texts.sequences:
-        if not 0 <= number < held_out:
-            raise InvalidConfigError(
-                f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
-                "Give one of them, or --text and --teacher."
-            )
+    check_sequences(cache, map_texts.sequences)
     tokenizer = load_tokenizer(students[0][1], has_ends=False) if teacher is None else teacher.tokenizer
     texts: list[tuple[str, int | None, Tensor]] = [
         (f"held-out sequence {number}", number, cache[cache.manifest.num_train + number].input_ids)
@@ -182,11 +187,16 @@ def attention_figure(
         head: number of the head, from 0 on. None means the mean over heads.
 
     Raises:
-        InvalidConfigError: a model has no such head.
+        InvalidConfigError: a model has no such head, or students have other pieces than the teacher.
         IdentityMismatchError: the cache was dumped from another teacher.
         TeacherError: the teacher does not exist.
     """
     run = run if isinstance(run, TrainedRun) else TrainedRun.open(run)
+    if not run.has_teachers_pieces:
+        raise InvalidConfigError(
+            f"students of {run.path} do not have all pieces of the teacher's vocabulary, so that they would "
+            "read other words in its token ids. Take a run without --vocab and without a donor's tokenizer."
+        )
     loaded = Teacher(locate_teacher(teacher), torch.device("cpu"))
     check_is_teacher_of(loaded, run.reference)
     students = [(student.arch, run.folder(student)) for student in run.students]

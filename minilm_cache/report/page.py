@@ -15,6 +15,7 @@ import pyarrow as pa
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
@@ -23,7 +24,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.config import TEXT_NEEDS_TEACHER, ReportConfig, refuse_no_page
 from minilm_cache.report.front import SearchRecord, front_figure, read_search
-from minilm_cache.report.maps import Example, MapTexts, examples, packed
+from minilm_cache.report.maps import Example, MapTexts, check_sequences, examples, packed
 from minilm_cache.report.plots import (
     agreement_figure,
     curves_figure,
@@ -54,7 +55,7 @@ from minilm_cache.report.tables import (
 )
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
-from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.durable import refuse_unwritable, storage_errors, write_file
 from minilm_cache.wording import counted, number_text
 
 MAX_STUDENTS: Final = 8
@@ -119,10 +120,8 @@ def write_report(
         IdentityMismatchError: the cache was dumped from another teacher.
         StorageError: the file cannot be written.
     """
-    check_page(path, map_texts, has_teacher=teacher is not None)
     cache = runs[0].reference
-    if teacher is not None:
-        check_is_teacher_of(teacher, cache)
+    check_page(path, cache, teacher=teacher, map_texts=map_texts)
     map_texts = map_texts or MapTexts(sequences=(0,) if cache.manifest.num_held_out else ())
     shown = _shown_students(runs)
     compared = _compare(runs, shown, teacher=teacher, map_texts=map_texts)
@@ -258,11 +257,17 @@ def _comparison_values(
     }
 
 
-def check_page(path: Path, map_texts: MapTexts | None, *, has_teacher: bool) -> None:
-    """Raise InvalidConfigError for a page that cannot be written, before anything is measured."""
+def check_page(
+    path: Path, cache: Cache, *, teacher: Teacher | None, map_texts: MapTexts | None = None
+) -> None:
+    """Check what a page shows, before anything is measured; see `write_report`."""
     refuse_no_page(path)
-    if map_texts is not None and map_texts.texts and not has_teacher:
+    if map_texts is not None and map_texts.texts and teacher is None:
         raise InvalidConfigError(TEXT_NEEDS_TEACHER)
+    if teacher is not None:
+        check_is_teacher_of(teacher, cache)
+    check_sequences(cache, () if map_texts is None else map_texts.sequences)
+    refuse_unwritable(path.parent)
 
 
 def _fewer_pieces(runs: Sequence[TrainedRun]) -> list[str]:
@@ -343,7 +348,6 @@ def report_runs(
     map_texts = None
     if config.sequence or config.text:
         map_texts = MapTexts(sequences=config.sequence, texts=config.text)
-    check_page(out, map_texts, has_teacher=config.teacher is not None)
     resolved = dict.fromkeys(path.resolve() for path in folders)
     opened = [
         run for path in resolved for run in open_runs(path, cache_place=config.cache, home=session.home)
@@ -352,6 +356,7 @@ def report_runs(
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
+    check_page(out, runs[0].reference, teacher=teacher, map_texts=map_texts)
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     scores = {name: scored for path in resolved for name, scored in known_scores(path).items()}
     students = students_table(runs, teacher, device=config.device, scores=scores)

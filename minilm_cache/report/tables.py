@@ -239,8 +239,10 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
         MiniLMCacheError: a folder holds no complete run, a cache or a student is damaged, or the teacher
             does not exist.
     """
-    runs = with_short_names([run for folder in folders for run in open_runs(Path(folder))])
-    scores = {name: scored for folder in folders for name, scored in known_scores(Path(folder)).items()}
+    places = dict.fromkeys(Path(folder).resolve() for folder in folders)
+    opened = {run.path.resolve(): run for place in places for run in open_runs(place)}
+    runs = with_short_names(list(opened.values()))
+    scores = {name: scored for place in places for name, scored in known_scores(place).items()}
     live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
     if live is not None and not any(is_teacher_of(live, run.reference) for run in runs):
         check_is_teacher_of(live, runs[0].reference)

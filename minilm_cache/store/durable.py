@@ -6,6 +6,7 @@ import glob
 import os
 import shutil
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -390,6 +391,14 @@ def refuse_file(folder: Path, option: str = "--out") -> None:
     file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise InvalidConfigError(f"{option} {folder}: {file} is a file. Choose another folder.")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise StorageError if no file can be written into a folder, which is made if it is not there."""
+    with storage_errors("write in", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 @contextmanager

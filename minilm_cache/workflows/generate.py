@@ -12,7 +12,7 @@ from minilm_cache.models.generation import TextGenerator
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import refuse_existing, write_file
+from minilm_cache.store.durable import refuse_existing, refuse_unwritable, write_file
 from minilm_cache.wording import counted
 from minilm_cache.workflows.config import GenerateConfig
 
@@ -52,6 +52,7 @@ def generate(
     """
     if out is not None:
         refuse_existing(out, "--out")
+        refuse_unwritable(out.parent)
     sources = _sources(config, texts)
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, str(device))

@@ -21,7 +21,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import DivergedError, InvalidConfigError, TeacherError
 from minilm_cache.evaluate.card import Summary
-from minilm_cache.evaluate.run import Evaluation, evaluate_models
+from minilm_cache.evaluate.run import Evaluation, check_evaluation, evaluate_models
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config, refuse_no_head
@@ -100,7 +100,7 @@ def run_study(
     """
     session, folder = session.with_absolute_home(), folder.absolute()
     study = study.grown(folder)
-    check_shapes(study, session.home, here=cluster is None)
+    check_study(study, folder, session, here=cluster is None)
     opened = lru_cache(partial(open_cache, home=session.home))
     for planned in study.passes:
         known_record(study, folder, planned, opened=opened, home=session.home)
@@ -403,42 +403,62 @@ def _agreements(
     return agreements
 
 
-def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
-    """Check that shapes, objectives and devices fit the caches, before anything is dumped or trained.
+def check_study(study: Study, folder: Path, session: Session, *, here: bool = True) -> None:
+    """Check that shapes, objectives, devices and tasks fit, before anything is dumped or trained.
 
     Args:
         study: the study.
-        home: folder for local copies of caches at URLs.
-        here: whether this machine trains the students, so that it must have their device.
+        folder: folder of the study.
+        session: its home is the folder for local copies of caches at URLs.
+        here: whether this machine trains the students, so that it must have their device and the data of
+            tasks.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
+    home = session.home
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
+    if here:
+        _check_scores(study, folder, session)
     for assistant in study.assistants:
         _check_assistant(study, assistant)
     for name, cache in study.caches.items():
-        opened: Cache | None = None
-        if isinstance(cache, DumpConfig):
-            source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
-            config, codec = read_config(source.folder), cache.codec
-            if (here and Path(cache.teacher).is_dir()) or cache.teacher == MINI:
-                _check_head(study, cache, source.folder)
-            heads = config.num_attention_heads
-        else:
-            opened = open_cache(cache, home=home)
-            config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
-            codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
-            if study.agreement_steps is not None:
-                _check_agreement(study, name, opened.manifest, here=here)
-        for planned in study.passes:
-            if planned.cache == name:
-                if here:
-                    choose_device(planned.config.device)
-                _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
-                check_also(planned.config.also, home=home)
-                if opened is not None:
-                    choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+        _check_cache(study, name, cache, home=home, here=here)
+
+
+def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path, here: bool) -> None:
+    """Check that the passes of a cache fit it; arguments as for `check_study`."""
+    opened: Cache | None = None
+    if isinstance(cache, DumpConfig):
+        source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
+        config, codec = read_config(source.folder), cache.codec
+        if (here and Path(cache.teacher).is_dir()) or cache.teacher == MINI:
+            _check_head(study, cache, source.folder)
+        heads = config.num_attention_heads
+    else:
+        opened = open_cache(cache, home=home)
+        config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
+        codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
+        if study.agreement_steps is not None:
+            _check_agreement(study, name, opened.manifest, here=here)
+    for planned in study.passes:
+        if planned.cache == name:
+            if here:
+                choose_device(planned.config.device)
+            _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
+            check_also(planned.config.also, home=home)
+            if opened is not None:
+                choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+
+
+def _check_scores(study: Study, folder: Path, session: Session) -> None:
+    """Raise InvalidConfigError if the teacher, and so its students, cannot be scored on the study's tasks."""
+    if study.evaluation is None or study.teacher is None:
+        return
+    name, revision = study.teacher
+    with study.located(("evaluate",)):
+        config = study.evaluation.with_changes(revision=revision)
+        check_evaluation(config, [name], out=folder / EVALUATIONS, session=session)
 
 
 def _check_agreement(study: Study, name: str, manifest: CacheManifest, *, here: bool) -> None:

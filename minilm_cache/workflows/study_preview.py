@@ -11,7 +11,7 @@ from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.evaluate.files import task_like
 from minilm_cache.session import Session
 from minilm_cache.workflows.stages import COMPLETE, TO_DO, cache_state, run_state
-from minilm_cache.workflows.study import check_shapes, compared, known_record
+from minilm_cache.workflows.study import check_study, compared, known_record
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study
 
@@ -51,7 +51,7 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
         MiniLMCacheError: see `minilm_cache.errors`; what a study would refuse is refused here.
     """
     study = study.grown(folder)
-    check_shapes(study, session.home, here=here)
+    check_study(study, folder, session, here=here)
     caches: dict[str, DumpConfig | str | Assistant] = {**study.caches, **study.made}
     of_caches = {
         name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)

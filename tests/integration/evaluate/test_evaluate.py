@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.evaluate.card import name_in_cards
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import TASKS
@@ -282,6 +283,11 @@ def test_card_gets_rows_that_are_replaced(teacher: Path, tmp_path: Path, command
     )
 
 
+def test_names_of_tasks_in_cards_are_unique() -> None:
+    names = {name_in_cards(name, "") for name in TASKS}
+    assert len(names) == len(TASKS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -316,6 +322,9 @@ def test_two_models_of_one_name_are_refused(teacher: Path, tmp_path: Path, comma
         code=2,
         says="two models are called teacher",
     )
+    once = f"{teacher.parent}/./{teacher.name}/"  # one model that is named twice is one
+    words = ("--task", "sst2", "--data", data, "--epochs", 1, "--out", tmp_path / "out")
+    assert len(evaluated(command, teacher, once, *words)["trials"]) == 1
 
 
 def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command) -> None:

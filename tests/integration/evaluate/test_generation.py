@@ -126,7 +126,7 @@ def test_a_short_model_reads_long_texts_by_copied_positions(
     asked = ("--task", _write(tmp_path / "own.jsonl", rows), *FAST, "--max-length", 90, "--device", "cpu")
     out = ("--out", tmp_path / "out")
     code, _, err = command("evaluate", teacher, *asked, *out)
-    assert (code, "has 66. Lower one of them, or give --positions copied" in err) == (2, True)
+    assert (code, "has 66. Lower one of them, or fine-tune with --positions copied" in err) == (2, True)
     code, printed, err = command(
         "evaluate", teacher, *asked, *out, "--positions", "copied", "--keep-models", "--json"
     )

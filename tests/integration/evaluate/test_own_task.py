@@ -23,7 +23,7 @@ from minilm_cache.storage_schema.states import LOGITS
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import WORDS, World, save_teacher
-from tests.tasks import LEARNABLE, SHORT, evaluated
+from tests.tasks import LEARNABLE, SHORT, evaluated, write_glue
 
 NAMES = ("good", "bad, or worse")
 Rows = list[dict[str, Any]]
@@ -96,10 +96,12 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     (model / "config.json").write_text(json.dumps(config))
     (trial,) = evaluated(command, model, *as_is)["trials"]
     assert trial["scores"]["dev"]["accuracy"] == pytest.approx(100 - tuned["scores"]["dev"]["accuracy"])
-    more = {"output_hidden_states": True, "problem_type": "multi_label_classification"}
-    (model / "config.json").write_text(json.dumps(config | more))
+    (model / "config.json").write_text(json.dumps(config | {"output_hidden_states": True}))
     (answers_alone,) = evaluated(command, model, *as_is)["trials"]
     assert answers_alone["scores"] == trial["scores"]
+    several = {"problem_type": "multi_label_classification"}
+    (model / "config.json").write_text(json.dumps(config | several))
+    command.fails("evaluate", *SHORT, *as_is, model, code=2, says="gives several labels to a text")
     config |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
     (model / "config.json").write_text(json.dumps(config))
     command.fails(
@@ -125,6 +127,25 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     command.fails(*base, model, "--epochs", 2, code=2, says="--epochs is about fine-tuning")
     squad = ("--task", "squad", "--data", tmp_path, "--as-is")
     command.fails("evaluate", model, *squad, code=2, says="squad is about spans")
+
+
+def test_classes_that_are_named_like_drawn_ones_are_known_by_their_names(
+    teacher: Path, tmp_path: Path, command: Command
+) -> None:
+    named = [{**row, "label": f"LABEL_{NAMES.index(row['label'])}"} for row in rows()]
+    file = write(tmp_path / "a.csv", named)
+    words = ("--task", file, "--dev", file, "--out", tmp_path / "out")
+    (tuned,) = evaluated(command, teacher, *words, *TUNED, "--keep-models")["trials"]
+    (folder,) = (tmp_path / "out" / "a.csv").iterdir()
+    (trial,) = evaluated(command, folder / "model", *words, "--as-is")["trials"]
+    assert trial["scores"] == tuned["scores"]
+    numbers = write(tmp_path / "b.csv", [{**row, "label": str(n % 5)} for n, row in enumerate(rows())])
+    one = save_teacher(tmp_path / "one", head="sequences", num_labels=1)
+    command.fails(
+        *("evaluate", *SHORT, one, "--task", numbers, "--as-is"),
+        code=2,
+        says="give --metric pearson or spearman",
+    )
 
 
 def test_values_pairs_and_a_file_of_its_own_to_score(teacher: Path, tmp_path: Path, command: Command) -> None:
@@ -164,6 +185,13 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
         says="or a file of texts with labels, or with texts to generate (.csv, .tsv",
     )
     command.fails(*base, "sst2", code=2, says="--data is missing")
+    several = tmp_path / "several.jsonl"
+    several.write_text("".join(json.dumps({"text": f"ba {n}", "label": ["a", "b"]}) + "\n" for n in range(9)))
+    command.fails(*base, several, code=1, says=("line 1", "is a list. A label is one class or one value"))
+    data = write_glue(tmp_path / "glue")
+    both = ("sst2", "--task", good, "--data", data, "--num-beams", 2)
+    command.fails(*base, *both, code=2, says=("--num-beams", "is about generated texts"))
+    command.fails(*base[:4], "--out", "/proc/no", "--task", good, code=1, says="/proc/no")
     command.fails(
         *base, "sst2", "--data", tmp_path, "--metric", "f1", code=2, says="is about a task of your own"
     )

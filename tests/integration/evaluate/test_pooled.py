@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import AutoTokenizer
 
+from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.exported import ExportedModel
+from minilm_cache.models.tokenizer import load_tokenizer
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import save_teacher, write_groups
@@ -61,6 +64,23 @@ def test_values_of_pairs_are_those_of_sentence_transformers(tmp_path: Path, comm
     values = opened(folder / "model").encode([(row[2], row[3]) for row in rows])
     expected = spearmanr(values[:, 0], [float(row[4]) for row in rows])[0]
     assert trial["scores"]["dev"]["spearman"] == pytest.approx(100 * expected, abs=1e-3)
+
+
+def test_another_task_gets_a_layer_of_its_own(tmp_path: Path, command: Command) -> None:
+    """The layer of a model that answers a task goes on with as many answers, and is left out otherwise."""
+    data = write_glue(tmp_path / "glue")
+    model, tuned = encoder_in(tmp_path / "encoder"), ("--data", data, "--epochs", 1, "--keep-models")
+    evaluated(command, model, "--task", "stsb", *tuned, "--out", tmp_path / "out")
+    (folder,) = (tmp_path / "out/stsb").iterdir()
+    for labels, widths in ((("a", "b", "c"), [(32, 3)]), ((), [(32, 1)])):
+        begun = PooledClassifier.begin(folder / "model", labels, max_length=32, untrained=False)
+        layers = [layer.linear for layer in begun.encoder.pooler.dense]
+        assert [(layer.in_features, layer.out_features) for layer in layers] == widths
+    kept = opened(folder / "model").encode(TEXTS)
+    inputs = load_tokenizer(folder / "model")(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = begun.eval()(inputs["input_ids"], inputs["attention_mask"]).logits
+    np.testing.assert_allclose(logits, kept, atol=1e-5)
 
 
 def test_a_trial_belongs_to_a_pooling(tmp_path: Path, command: Command) -> None:

@@ -414,6 +414,15 @@ def test_what_cannot_be_shown_is_said(
     assert not (trained.root / "no.html").exists()
 
 
+def test_what_cannot_be_shown_or_written_is_said_before_anything_is_measured(
+    trained: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minilm_cache.report.page.students_table", None)
+    run = trained.root / "run"
+    command.fails("report", run, "--sequence", 99, code=2, says="has 2 held-out sequences")
+    command.fails("report", run, "--out", "/proc/page.html", code=1, says="/proc")
+
+
 def test_other_teachers_and_folders_are_refused(trained: World, command: Command, tmp_path: Path) -> None:
     run = trained.root / "run"
     other = save_teacher(tmp_path / "other", seed=3)

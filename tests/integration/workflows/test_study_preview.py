@@ -161,6 +161,27 @@ def test_texts_longer_than_the_teacher_reads_are_refused_before_it_is_dumped(
     assert not (world.root / "shapes" / "caches").exists()
 
 
+@pytest.mark.parametrize(
+    ("evaluate", "says"),
+    [
+        ("\n  task: [FILE]\n  predict: true", "has no test set to predict"),
+        ("\n  task: [FILE]\n  dev: DEV", "is not a class of the training set"),
+        ("\n  task: [FILE]\n  device: 'cuda:7'", "cuda:7"),
+    ],
+)
+def test_tasks_that_cannot_be_scored_are_refused_before_anything_is_made(
+    world: World, command: Command, evaluate: str, says: str
+) -> None:
+    for name, labels in (("FILE", "ab"), ("DEV", "ac")):
+        rows = [f"ba be {number},{labels[number % 2]}" for number in range(12)]
+        (world.root / f"{name.lower()}.csv").write_text("\n".join(["text,label", *rows]))
+        evaluate = evaluate.replace(name, str(world.root / f"{name.lower()}.csv"))
+    study = document(world, evaluate=f"{evaluate}\n  max_length: 32")
+    for words in (("--dry-run",), ()):
+        command.fails("study", study, *words, code=2, says=("evaluate", says))
+    assert not (world.root / "shapes" / "caches").exists()
+
+
 def test_a_chain_preview_sees_what_changed(world: World, command: Command) -> None:
     words = ("--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 6)
     recipe = ("--codec", "topk", "--arch", "1x32", "--steps", 2, "--batch-size", 4, "--device", "cpu")

@@ -3,6 +3,7 @@
 import re
 import string
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,12 @@ def test_spans_as_squads_script_scores_them() -> None:
     answered = np.mean([best[key] for key in "abe"], axis=0) * 100
     assert (found["answerable exact match"], found["answerable f1"]) == pytest.approx(tuple(answered))
     assert (found["unanswerable exact match"], found["unanswerable f1"]) == (50.0, 50.0)
+
+
+def test_signs_that_are_no_ascii_are_an_answer() -> None:
+    """SQuAD's script takes the signs of ASCII alone for signs, so that this question has an answer."""
+    questions = [replace(QUESTIONS[0], identifier="x", answers=((0, "\u2014"),)), QUESTIONS[-2]]
+    assert span_scores(questions, {"x": "", questions[1].identifier: ""})["answerable exact match"] == 0
 
 
 def test_without_unanswerable_questions_there_are_no_scores_of_them() -> None:
