@@ -186,10 +186,15 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
             if config.labels
             else None
         ),
-        num_classes=teacher.num_classes if config.logits else None,
+        num_classes=_num_classes(teacher) if config.logits else None,
         pooled=_pooling(config, teacher) if config.pooled else None,
         others=tuple(own_signal(name).described(teacher.identity) for name in config.signal),
     )
+
+
+def _num_classes(teacher: Teacher) -> int:
+    teacher.refuse_left_padding()
+    return teacher.num_classes
 
 
 def _pooling(config: DumpConfig, teacher: Teacher) -> Pooling:

@@ -203,6 +203,9 @@ class ImportedTeacher(Teacher):
         content: Mapping[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         return {key: value for key, value in content.items() if key not in VOLATILE}
 
+    def refuse_left_padding(self) -> None:
+        """Refuse nothing: nothing is computed."""
+
     def refuse_other_texts(self, max_length: int) -> None:
         """Refuse nothing: vectors are given, whatever their model read of a text."""
 

@@ -148,6 +148,9 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
                 f"sequences at least, and there are {num_train}"
             )
             continue
+        if config.codec == "vectors" and (why := teacher.why_no_vectors) is not None:
+            session.progress.note(f"left out: {codec_words(codec_parameters(config))}: {why}")
+            continue
         session.progress.note(f"sampling {codec_words(codec_parameters(config))}")
         settings.append(_measure(config, sample, sequences=sequences, teacher_rate=rate, session=session))
     if not settings:

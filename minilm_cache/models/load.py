@@ -5,7 +5,7 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -379,7 +379,33 @@ def check_positions(
     try:
         read(ids)
     except (IndexError, RuntimeError) as error:  # some families reserve positions for themselves
+        if ids.device.type == "cpu":  # on a GPU every later call would fail, too
+            with library_errors(f"{name} cannot be run"):
+                read(ids[:, :_SHORT])
         raise too_long(max_length, limit, name=name, option=option) from error
+
+
+_SHORT: Final = 4
+"""Tokens of a sequence that every model has positions for."""
+_OF_LAYERS: Final = (
+    *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta"),
+    *("attention_window", "kv_sharing_modes", "indexer_types"),
+)
+"""Settings that may be lists with an entry for each layer."""
+
+
+def lists_of_layers(content: Mapping[str, Any], depth: object) -> dict[str, list[Any]]:
+    """Return the settings of a configuration of `depth` layers that have an entry for each of them."""
+    found = {name: content.get(name) for name in _OF_LAYERS}
+    return {
+        name: list(value) for name, value in found.items() if isinstance(value, list) and len(value) == depth
+    }
+
+
+def take_settings(config: PreTrainedConfig, source: PreTrainedConfig, layers: Sequence[int]) -> None:
+    """Give a configuration what its source says of each of these layers, where layers differ by settings."""
+    for name, values in lists_of_layers(source.to_dict(), source.num_hidden_layers).items():
+        setattr(config, name, [values[layer] for layer in layers])
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -390,31 +416,45 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         layers: numbers of the layers, counted from 0, in their new order.
 
     Raises:
-        TeacherError: its family has no list of layers, or these layers are not a model of the family.
+        TeacherError: its family has no list of layers, or these layers are not a model of the family, as what
+            they compute depends on their numbers.
     """
-    kept = copy.deepcopy(model)
+    kept, family = copy.deepcopy(model).eval(), model.config.model_type
     depth = kept.config.num_hidden_layers
     lists = [
-        (name, modules)
+        (*name.rpartition(".")[::2], modules)
         for name, modules in kept.base_model.named_modules()
         if isinstance(modules, nn.ModuleList) and len(modules) == depth
     ]
     if not lists:
-        family = kept.config.model_type
         raise TeacherError(f"model family {family!r} has no list of {depth} layers to take from.")
-    name, modules = lists[0]
-    parent, _, attribute = name.rpartition(".")
-    chosen = nn.ModuleList(modules[number] for number in layers)
-    setattr(kept.base_model.get_submodule(parent), attribute, chosen)
-    types = getattr(kept.config, "layer_types", None)
+    for parent, attribute, modules in lists:
+        if parent == lists[0][0]:  # some families have a list of each part of a layer, side by side
+            chosen = nn.ModuleList(modules[number] for number in layers)
+            setattr(kept.base_model.get_submodule(parent), attribute, chosen)
+    if hasattr(kept.base_model, "n_layers"):  # XLM and its kin count them
+        kept.base_model.n_layers = len(layers)
+    take_settings(kept.config, model.config, layers)
     kept.config.num_hidden_layers = len(layers)
-    if types:
-        kept.config.layer_types = [types[number] for number in layers]
-    with torch.device("meta"):
-        has_same_weights = type(kept)(kept.config).state_dict().keys() == kept.state_dict().keys()
-    if not has_same_weights:
+    with library_errors(f"model family {family!r} cannot be cut to layers {', '.join(map(str, layers))}"):
+        alone: PreTrainedModel = type(kept)(kept.config).to(dtype=kept.dtype).eval()
+    sizes, theirs = (
+        {name: value.shape for name, value in each.state_dict().items()} for each in (alone, kept)
+    )
+    if sizes != theirs or not _compute_the_same(alone, kept):
         raise TeacherError(
-            f"model family {kept.config.model_type!r} has a first layer unlike the others: layers "
-            f"{', '.join(map(str, layers))} alone are not a model of it. Keep layer 0, and keep it first."
+            f"layers of model family {family!r} depend on their places: layers "
+            f"{', '.join(map(str, layers))} alone are not a model of it. "
+            + ("Take others." if layers[0] == 0 else "Keep layer 0, and keep it first.")
         )
-    return kept
+    return alone
+
+
+@torch.no_grad()
+def _compute_the_same(alone: PreTrainedModel, kept: PreTrainedModel) -> bool:
+    """Give a model the weights of another one, and return whether both have the same last hidden states."""
+    alone.load_state_dict(kept.state_dict())
+    ids = torch.arange(1, 1 + _SHORT)[None] % kept.config.vocab_size
+    with library_errors(f"model family {kept.config.model_type!r} cannot be run with some of its layers"):
+        own, theirs = (model.base_model(input_ids=ids, use_cache=False)[0] for model in (alone, kept))
+    return bool(torch.allclose(own, theirs, atol=1e-4, rtol=1e-3))

@@ -20,8 +20,8 @@ from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.families import FAMILIES, family_of
 from minilm_cache.models.files import library_errors, model_description, out_of_bounds
-from minilm_cache.models.load import check_positions, draw_weights
-from minilm_cache.models.outline import positions_of
+from minilm_cache.models.load import check_positions, draw_weights, lists_of_layers
+from minilm_cache.models.outline import positions_of, too_long
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
@@ -97,9 +97,9 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
                 f"{_names_with('factorised')} have. Leave out :e{shape.embedding_size}."
             )
         family = factorised
-    if kept.get("layer_types"):
+    for name, values in lists_of_layers(kept, content.get("num_hidden_layers")).items():
         # As in MiniLM, the student's last layers correspond to the teacher's last layers.
-        kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
+        kept[name] = _last_of(values, shape)
     fields = [name for name in _FFN_FIELDS if name in kept]
     if not fields:
         raise InvalidConfigError(
@@ -155,13 +155,34 @@ def check_family_positions(
         InvalidConfigError: they would have fewer.
         TeacherError: the configuration describes no model.
     """
-    heads = config.num_attention_heads
     with library_errors(f"{folder}/config.json describes no model"), torch.no_grad():
-        shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
-        tiny = shape_config(shape, config.to_dict(), config.model_type)
-        longest = torch.full((1, max_length), token)
-        model = draw_weights(tiny, None, attention="sdpa").eval()
-        check_positions(lambda ids: model(input_ids=ids), tiny, name=name, ids=longest)
+        longest, model = torch.full((1, max_length), token), _tiny_student(config)
+        check_positions(lambda ids: model(input_ids=ids), model.config, name=name, ids=longest)
+
+
+def reads_past_alone(config: PreTrainedConfig, folder: Path) -> bool:
+    """Return whether tokens of a configuration's students read only those before them, as decoders' do.
+
+    Args:
+        config: configuration of the model that students are of the family of.
+        folder: folder of that model, for messages.
+
+    Raises:
+        TeacherError: the configuration describes no model.
+    """
+    with library_errors(f"{folder}/config.json describes no model"), torch.no_grad():
+        ids = torch.tensor([[1, 2], [1, 3]]) % config.vocab_size
+        first, other = _tiny_student(config)(input_ids=ids)[0][:, 0]
+        return torch.equal(first, other)
+
+
+def _tiny_student(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a student of one layer with random weights, in evaluation mode."""
+    heads = config.num_attention_heads
+    shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
+    tiny = shape_config(shape, config.to_dict(), config.model_type)
+    model: PreTrainedModel = draw_weights(tiny, None, attention="sdpa").eval()
+    return model
 
 
 def _names_with(field: str) -> str:
@@ -241,13 +262,13 @@ def class_names(document: bytes, manifest: CacheManifest) -> dict[int, str]:
     return {number: printable(names[str(number)]) for number in range(num_classes)}
 
 
-def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
-    if shape.num_layers > len(types):
+def _last_of(values: list[Any], shape: StudentShape) -> list[Any]:
+    if shape.num_layers > len(values):
         raise InvalidConfigError(
-            f"--arch {shape.arch}: more layers than the teacher's {len(types)}, whose kinds of attention "
+            f"--arch {shape.arch}: more layers than the teacher's {len(values)}, whose kinds of attention "
             "the student's layers repeat. Take fewer layers."
         )
-    return types[-shape.num_layers :]
+    return values[-shape.num_layers :]
 
 
 def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
@@ -416,17 +437,24 @@ class _Described:
 @lru_cache(maxsize=256)
 def _size(described: _Described, length: int) -> ModelSize:
     """Count weights and operations, once for a shape: a study has each shape with many seeds."""
-    config = described.config
-    with torch.device("meta"):
-        model = build_model(config, "eager").eval().requires_grad_(requires_grad=False)
-        ids = torch.zeros((1, length), dtype=torch.int64)
-        counter = FlopCounterMode(display=False)
+    config, name = described.config, f"a model of the family {described.config.model_type}"
+    if length > (most := positions_of(config) or length):
+        raise too_long(length, most, name=name, option="--max-length")
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.device("meta"):
+            model = build_model(config, "eager").eval().requires_grad_(requires_grad=False)
+            ids = torch.zeros((1, length), dtype=torch.int64)
+            with torch.no_grad(), counter:
+                _read_without_values(model, ids)
+    except RuntimeError:  # it looks at values, or has fewer positions than its configuration says
+        model, counter = build_model(config, "eager").eval(), FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             check_positions(
-                partial(_read_without_values, model),
+                lambda ids: model(input_ids=ids),
                 config,
-                name=f"a model of the family {config.model_type}",
-                ids=ids,
+                name=name,
+                ids=torch.zeros((1, length), dtype=torch.int64),
             )
     tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
     depth, total = config.num_hidden_layers, counter.get_total_flops()

@@ -229,13 +229,17 @@ class Teacher:
 
         Raises:
             InvalidConfigError: it reads fewer tokens of a text.
-            TeacherError: it pads batches on the left, and computes other hidden states then.
+            TeacherError: see `refuse_left_padding`.
         """
         refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length=max_length)
+        self.refuse_left_padding()
+
+    def refuse_left_padding(self) -> None:
+        """Raise TeacherError if it pads batches on the left, and computes other hidden states then."""
         if self.tokenizer.padding_side == "left" and not self._change_by_padding(is_before=True) < _SAME:
             raise TeacherError(
                 f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden "
-                "states, so its vectors depend on the batch. Set padding_side to right in its "
+                "states, so its vectors and answers depend on the batch. Set padding_side to right in its "
                 "tokenizer_config.json."
             )
 
@@ -331,16 +335,20 @@ class Teacher:
         Raises:
             TeacherError: it adds a bias to the scores of one of its layers, or its values have another size.
         """
+        if (why := self.why_no_vectors) is not None:
+            raise TeacherError(f"--codec vectors: {why}. Dump with --codec topk or dense.")
+
+    @property
+    def why_no_vectors(self) -> str | None:
+        """Why codec `vectors` cannot hold its relations. None means that it can."""
         if any(layer.bias is not None for layer in self._some_vectors):
-            raise TeacherError(
-                f"--codec vectors: teacher {self.name} adds a bias to the scores of its attention, "
-                "which its queries and keys do not hold. Choose --codec topk or dense."
+            return (
+                f"teacher {self.name} adds a bias to the scores of its attention, which its queries and keys "
+                "do not hold"
             )
         if any(layer.query.shape != layer.value.shape for layer in self._some_vectors):
-            raise TeacherError(
-                f"--codec vectors: values and queries of teacher {self.name} differ in size, and this codec "
-                "stores one size. Choose --codec topk or dense."
-            )
+            return f"values and queries of teacher {self.name} differ in size, and this codec stores one size"
+        return None
 
     @torch.no_grad()
     def _is_causal(self) -> bool:

@@ -32,6 +32,15 @@ _CHARSMAP_CHARS: Final = 64
 _LISTS: Final = ("normalizers", "pretokenizers", "decoders")
 
 
+_KNOWN: Final = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+"""Files of tokenizers, any of which is enough."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in _KNOWN)
+
+
 def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenizerFast:
     """Load a tokenizer that has the special tokens sequences are made with.
 
@@ -45,11 +54,10 @@ def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenize
         TeacherError: the folder has no tokenizer, or the tokenizer lacks special tokens.
     """
     # transformers returns an empty tokenizer where the files are missing.
-    known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
-    if not any(any(folder.glob(pattern)) for pattern in known):
+    if not has_tokenizer(folder):
         read_config_file(folder)  # a folder that is no model at all is named as what it is
         raise TeacherError(
-            f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
+            f"teacher {folder} has no tokenizer: none of {', '.join(_KNOWN)} is there. "
             "Save it in the same folder: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
         )
     with library_errors(f"cannot load a tokenizer from {folder}"):

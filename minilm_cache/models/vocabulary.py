@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -356,7 +357,13 @@ def trimmed_config(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedC
     for name in _TOKEN_SETTINGS:
         number = getattr(smaller, name, None)
         if isinstance(number, int):
-            setattr(smaller, name, place.get(number))
+            try:
+                setattr(smaller, name, place.get(number))
+            except StrictDataclassError as error:  # it must be a number, and is that of no piece
+                raise TeacherError(
+                    f"{name} is {number} in config.json, a number that no piece of the tokenizer has. "
+                    "Correct it."
+                ) from error
         elif isinstance(number, list):  # several tokens may end a generated text
             setattr(smaller, name, [place[each] for each in number if each in place])
     return smaller

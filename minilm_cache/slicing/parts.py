@@ -3,7 +3,7 @@
 It also says which shapes can be cut from a teacher, and from which of its layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,10 +220,3 @@ def check_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
         )
     width = teacher.hidden_size
     refuse_larger(shape, width, getattr(teacher, "embedding_size", width))
-
-
-def take_layer_types(config: PreTrainedConfig, teacher: PreTrainedConfig, layers: Sequence[int]) -> None:
-    """Give a student's layers the kinds of attention that the teacher's layers have, if there are several."""
-    types = getattr(teacher, "layer_types", None)
-    if types:
-        config.layer_types = [types[layer] for layer in layers]

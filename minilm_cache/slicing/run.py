@@ -11,7 +11,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_weights, read_config
+from minilm_cache.models.load import load_weights, read_config, take_settings
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.student import build_student, shape_config
@@ -23,7 +23,7 @@ from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask
 from minilm_cache.settings import SliceConfig
 from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of_corpus
-from minilm_cache.slicing.parts import check_cut, take_layer_types
+from minilm_cache.slicing.parts import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import new_folder, refuse_existing
@@ -86,7 +86,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
     teacher, lacking = load_weights(source.folder)
     check_length(TappedModel(teacher), source.name, token=int(fitted[0][0]), max_length=max(map(len, fitted)))
     student_config = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
-    take_layer_types(student_config, teacher_config, layers)
+    take_settings(student_config, teacher_config, layers)
     student = build_student(student_config, _SEED).eval()
     pad_token = teacher_config.pad_token_id or 0
     text = Calibration.of(fitted, pad_token)

@@ -76,9 +76,10 @@ def save_student(
             _write_tokenizer(reader, new)
         else:
             tokens.tokenizer.save_pretrained(new)
-        if trainer.learner.objective.needs.head == "sequences":
-            # What opens the folder would read as many tokens as there are positions, trained or not.
-            _limit_texts(new / "tokenizer_config.json", reader.manifest.identity.packing.max_length)
+        is_of_answers = trainer.learner.objective.needs.head == "sequences"
+        # What opens the folder would read as many tokens as there are positions, trained or not.
+        most = reader.manifest.identity.packing.max_length if is_of_answers else None
+        _as_trained(new / "tokenizer_config.json", most)
         model.save_pretrained(new)
         _save_pooling(new, trainer, reader=reader, run=run)
         frozen = model.get_input_embeddings() if run.identity.frozen else None
@@ -183,10 +184,18 @@ def _write_tokenizer(reader: CacheReader, folder: Path) -> None:
             (folder / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
 
 
-def _limit_texts(file: Path, max_length: int) -> None:
-    """Let a tokenizer cut texts to a number of tokens where it is asked to cut them."""
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps({**settings, "model_max_length": max_length}, indent=1))
+def _as_trained(file: Path, max_length: int | None) -> None:
+    """Let a tokenizer pad and cut texts on the right, as trainings do, and to a number of tokens.
+
+    Args:
+        file: its settings, which the teacher or a donor may have had otherwise.
+        max_length: most tokens where it is asked to cut. None means what the file says.
+    """
+    settings: dict[str, object] = json.loads(file.read_text()) if file.is_file() else {}
+    sides = {name: "right" for name in ("padding_side", "truncation_side") if settings.get(name) == "left"}
+    lengths = {} if max_length is None else {"model_max_length": max_length}
+    if sides or lengths:
+        file.write_text(json.dumps({**settings, **sides, **lengths}, indent=1))
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:

@@ -12,15 +12,15 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
-from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments
+from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments, take_settings
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.student import check_family_positions, shape_config, teacher_config
+from minilm_cache.models.student import check_family_positions, reads_past_alone, shape_config, teacher_config
 from minilm_cache.models.tap import Head
-from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
+from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, some_token, tokenizer_sha256
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
-from minilm_cache.slicing.parts import check_cut, check_sizes, take_layer_types
+from minilm_cache.slicing.parts import check_cut, check_sizes
 from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -100,9 +100,9 @@ class FolderWeights(InitialWeights):
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the model's layers have."""
-        types = getattr(read_config(self.folder), "layer_types", None)
-        if types and len(types) == config.num_hidden_layers:
-            config.layer_types = list(types)
+        source = read_config(self.folder)
+        if source.num_hidden_layers == config.num_hidden_layers:
+            take_settings(config, source, range(config.num_hidden_layers))
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the weights of the model."""
@@ -135,7 +135,7 @@ class LayerWeights(InitialWeights):
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
-        take_layer_types(config, self.weights.config, self.layers)
+        take_settings(config, self.weights.config, self.layers)
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the layers."""
@@ -170,7 +170,7 @@ class SlicedWeights(InitialWeights):
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
         if self.plan.recipe.cuts_layers:
-            take_layer_types(config, self.plan.weights.config, self.plan.layers)
+            take_settings(config, self.plan.weights.config, self.plan.layers)
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the slice, which is made first where this machine does not have it."""
@@ -292,6 +292,8 @@ def initial_weights(
         may_be_donor = config.init in (SLICE, TEACHER_LAYERS)
         weights = teacher_weights(cache, home, config.init_teacher, may_be_donor=may_be_donor)
         tokens = None if weights is None or not weights.is_donor else donor_tokens(config, cache, weights)
+        if weights is not None and weights.is_donor:
+            _refuse_causal_donor(config, cache, weights)
         cutter = _FromTeacher(
             config=config, cache=cache, weights=weights, head=head, home=home, tokens=tokens
         )
@@ -326,7 +328,7 @@ def _is_trimmed(folder: Path, cache: Cache, vocabulary: Vocabulary | None) -> bo
     Raises:
         InvalidConfigError: its tokenizer gives words other ids than both.
     """
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return False
     own = load_tokenizer(folder, has_ends=False)
     is_same = tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
@@ -374,6 +376,22 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
     return OtherTokenizer(cached, own)
 
 
+def _refuse_causal_donor(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> None:
+    """Raise InvalidConfigError for a donor whose tokens read only those before, where more is learned."""
+    identity, spec = cache.manifest.identity, config.spec
+    pooled = None if identity.states is None else identity.states.pooled
+    is_of_cls = spec.needs.pooled and pooled is not None and pooled.mode == "cls"
+    of_first = spec.needs.first is not None or is_of_cls
+    of_rows = spec.compares_heads and not identity.is_causal
+    if not (of_first or of_rows) or not reads_past_alone(donor.config, donor.folder):
+        return
+    what = "vectors of the first token" if of_first else "attention on all tokens"
+    raise InvalidConfigError(
+        f"--init-teacher {config.init_teacher}: tokens of {donor.in_words} read only those before them, and "
+        f"students would learn {what}. Take an encoder as the donor."
+    )
+
+
 def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTrainedConfig) -> None:
     """Check a shape against `--init` by what the teacher's configuration says, before anything is dumped.
 
@@ -388,6 +406,7 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
         check_sizes(shape, teacher)
     elif config.init == TEACHER_LAYERS:
         layers_for(shape, teacher.num_hidden_layers, config.init_layers)
+        _refuse_other_heads(teacher)
         own = (shape.hidden_size, shape.num_heads)
         if own != (teacher.hidden_size, teacher.num_attention_heads):
             raise InvalidConfigError(
@@ -502,8 +521,20 @@ class _FromTeacher:
         return check_cut(shape, teacher, self.config.init_layers)
 
 
+def _refuse_other_heads(teacher: PreTrainedConfig) -> None:
+    """Raise InvalidConfigError for layers whose heads students do not have."""
+    heads, width = teacher.num_attention_heads, teacher.hidden_size
+    size = getattr(teacher, "head_dim", None) or width // heads
+    if (getattr(teacher, "num_key_value_heads", None) or heads) != heads or size * heads != width:
+        raise InvalidConfigError(
+            f"--init {TEACHER_LAYERS}: heads of these layers share keys and values, or are not {width} / "
+            f"{heads} wide, and students have no such heads. Use another --init."
+        )
+
+
 def _refuse_other_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
     """Raise InvalidConfigError for a shape that layers of the teacher do not fit into unchanged."""
+    _refuse_other_heads(teacher)
     size = getattr(teacher, "intermediate_size", None) or shape.ffn_size
     if (shape.hidden_size, shape.ffn_size) != (teacher.hidden_size, size):
         raise InvalidConfigError(

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ from transformers import (
 
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import load_weights
+from minilm_cache.models.load import keep_layers, load_weights
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.storage_schema.identity import Precision
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import VOCABULARY, World, save_teacher
+from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
 
 
 def test_a_head_is_fitted_to_a_teacher_that_has_none(world: World, tmp_path: Path, command: Command) -> None:
@@ -53,6 +54,39 @@ def test_a_head_is_fitted_to_a_teacher_that_has_none(world: World, tmp_path: Pat
     command.fails(*words, "--batch-size", 4000, "--out", tmp_path / "x", code=1, says="fewer than")
     long = (*words[:-1], 128, "--out", tmp_path / "x")
     command.fails(*long, code=2, says="--max-length 128 is more than teacher teacher has positions for")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layers"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "0,2"),
+        ("longformer", {"attention_window": [8, 4, 8], "max_position_embeddings": 130}, "0,1"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, None),
+        ("xlm", {}, "0,2"),
+    ],
+)
+def test_layers_are_cut_with_what_the_configuration_says_of_them(
+    tmp_path: Path, command: Command, family: str, changes: dict[str, Any], layers: str | None
+) -> None:
+    """Layers that depend on their place by more than that are refused."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {} if family in {"gpt2", "xlm"} else {"intermediate_size": 64}
+    sizes |= {"num_key_value_heads": 4} if family == "smollm3" else {}
+    config = AutoConfig.for_model(family, vocab_size=len(VOCABULARY), pad_token_id=0, **sizes, **changes)
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    words = ("truncate", "--teacher", tmp_path / "teacher", "--out", tmp_path / "cut", "--layers")
+    if layers is None:
+        command.fails(*words, "1,2", code=1, says="depend on their places")
+        return
+    code, _, err = command(*words, layers)
+    assert code == 0, err
+    whole, cut = (AutoModel.from_pretrained(tmp_path / name).eval() for name in ("teacher", "cut"))
+    kept = keep_layers(whole, [int(layer) for layer in layers.split(",")])
+    ids = torch.arange(5, 21)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(cut(input_ids=ids)[0], kept(input_ids=ids)[0])
 
 
 def test_a_teacher_with_a_head_makes_the_vectors_that_it_made(
@@ -84,7 +118,7 @@ def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) 
     command.fails(*words, "--layers", "0,3", "--out", tmp_path / "x", code=2, says="from 0 to 2")
     modern = save_teacher(tmp_path / "modern", "modernbert")
     unlike = ("truncate", "--teacher", modern, "--out", tmp_path / "x", "--layers")
-    command.fails(*unlike, "1,2", code=1, says="a first layer unlike the others")
+    command.fails(*unlike, "1,2", code=1, says="layers 1, 2 alone are not a model of it. Keep layer 0")
     command.fails(*unlike, "1,0", code=1, says="Keep layer 0, and keep it first")
     assert command(*unlike, "0,2")[0] == 0
     command.fails(*words, "--layers", "0,0", "--out", tmp_path / "x", code=2, says="different numbers")

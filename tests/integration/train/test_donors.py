@@ -1,5 +1,6 @@
 """Students cut from another model than the cache's teacher: `--init slice --init-teacher DONOR`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,34 @@ def test_a_donor_unlike_the_teacher_is_refused_before_the_first_training(
     like = save_teacher(tmp_path / "like", seed=3)
     code, _, err = command(*words, "--init-teacher", like, "--out", tmp_path / "run")
     assert code == 0, err
+
+
+def test_a_decoder_is_no_donor_of_what_all_tokens_say(world: World, tmp_path: Path, command: Command) -> None:
+    world.dump("cls", **{"for": "embedding", "pooling": "cls", "codec": "none"})
+    world.dump("rows", codec="vectors")
+    donor = save_teacher(tmp_path / "donor", "llama", num_key_value_heads=4)
+    words = ("--arch", "2x32:ff64", "--init", "teacher-layers", "--init-teacher", donor)
+    for cache, objective, says in (
+        ("cls", "embedding", "vectors of the first token"),
+        ("rows", "minilm", "attention on all tokens"),
+    ):
+        train = ("train", world.root / cache, "--objective", objective)
+        command.fails(*train, *words, code=2, says=("read only those before them", says))
+    save_teacher(world.teacher, "llama", num_key_value_heads=2)
+    world.dump("grouped", codec="vectors")
+    words = ("--arch", "2x32:ff64", "--init", "teacher-layers")
+    command.fails("train", world.root / "grouped", *words, code=2, says="share keys and values")
+
+
+def test_students_pad_on_the_right_whatever_their_donor_does(world: World, tmp_path: Path) -> None:
+    world.dump(**{"for": "embedding", "pooling": "mean", "codec": "none"})
+    donor = save_donor(tmp_path / "donor", "bert")
+    file = donor / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    result = world.train("run", objective="embedding", init_teacher=str(donor))
+    model: Any = SentenceTransformer(str(result.student_path("1x32")), device="cpu")
+    texts = ["ba be", "bo " * 9]
+    torch.testing.assert_close(model.encode(texts)[0], model.encode(texts[:1])[0], atol=1e-5, rtol=0)
 
 
 def test_a_student_of_a_donor_has_its_heads(world: World, tmp_path: Path, command: Command) -> None:

@@ -27,7 +27,7 @@ from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
-from tests.support import World, pushed, save_teacher
+from tests.support import VOCABULARY, World, pushed, save_teacher
 
 ONE = ("2x16",)
 
@@ -283,6 +283,17 @@ def test_weights_are_added_to_a_complete_cache(world: World, command: Command) -
     assert world.dump().manifest.files == kept.manifest.files
     assert command("verify", kept.path, "--full")[0] == 0
     assert "students can be cut from them" in command("info", kept.path)[1]
+
+
+def test_a_tokenizer_of_any_file_is_compared_with_the_caches(world: World) -> None:
+    cache = world.dump(codec="dense").path
+    folder = save_teacher(world.root / "other", seed=1)
+    words = [*VOCABULARY[:5], *reversed(VOCABULARY[5:])]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    with pytest.raises(InvalidConfigError, match="its tokenizer is not the one of this cache"):
+        _train(world, cache, "run", arch=("3x32",), init=str(folder))
 
 
 def test_weights_that_float16_cannot_hold_are_refused_before_the_dump(world: World) -> None:

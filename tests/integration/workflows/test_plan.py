@@ -186,6 +186,16 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     assert both.students == work.students
 
 
+def test_codecs_that_a_bias_does_not_let_be_are_left_out(world: World, command: Command) -> None:
+    save_teacher(world.teacher, "mpnet")
+    asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    code, out, err = command(*asked, "--k", 4, "--no-dense", "--json")
+    assert code == 0, err
+    assert [setting["codec"]["name"] for setting in json.loads(out)["settings"]] == ["topk"]
+    assert "adds a bias" in err
+    command.fails(*asked, *("--for", "minilmv2"), code=1, says="adds a bias")
+
+
 def test_codecs_that_a_short_corpus_does_not_serve_are_left_out(world: World, command: Command) -> None:
     world.corpus.write_text("ba be bi")
     asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
