@@ -432,8 +432,6 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         if parent == lists[0][0]:  # some families have a list of each part of a layer, side by side
             chosen = nn.ModuleList(modules[number] for number in layers)
             setattr(kept.base_model.get_submodule(parent), attribute, chosen)
-    if hasattr(kept.base_model, "n_layers"):  # XLM and its kin count them
-        kept.base_model.n_layers = len(layers)
     take_settings(kept.config, model.config, layers)
     kept.config.num_hidden_layers = len(layers)
     with library_errors(f"model family {family!r} cannot be cut to layers {', '.join(map(str, layers))}"):
