@@ -201,13 +201,16 @@ class _Moments:
         self.scaling, self.is_causal = vectors.scaling, vectors.is_causal
         self.window = _attention_window(masked)
         rows = torch.cat([_valid_rows(signal) for signal in signals])
+        if rows.device.type == "mps":  # which has no float64
+            rows = rows.cpu()
         self.mean = rows.mean(0)
         self.sample = rows[:GAIN_ROWS] - self.mean
         centred = rows - self.mean
         self.covariance = (centred.T @ centred / len(rows)).double()
         totals = [_sensitivities(signal) for signal in signals]
         self.query, self.key, self.value = (
-            torch.stack([total[part] for total in totals]).sum(0).double() / len(rows) for part in range(3)
+            torch.stack([total[part] for total in totals]).sum(0).to(rows.device).double() / len(rows)
+            for part in range(3)
         )
 
 

@@ -150,7 +150,7 @@ class _ErrorSums:
 
     def add(self, teacher: Tensor, stored: Tensor) -> None:
         """Add rows of the teacher and the same rows as stored, both `(rows, width)`."""
-        teacher, stored = teacher.double().cpu(), stored.double().cpu()
+        teacher, stored = teacher.cpu().double(), stored.cpu().double()
         self.num_rows += len(teacher)
         self.total = self.total + teacher.sum(0)
         self.squares += float(teacher.square().sum())

@@ -81,6 +81,8 @@ class Kernels:
     _say: Callable[[str], None] = _nobody
     _tried: dict[tuple[object, ...], bool] = field(default_factory=dict)
     """Whether a form of kernels is used."""
+    _told: set[str] = field(default_factory=set)
+    """Why some are not, as far as it was said."""
 
     def begin(self, *, are_used: bool, say: Callable[[str], None]) -> None:
         """Begin a run.
@@ -89,19 +91,24 @@ class Kernels:
             are_used: whether kernels are used at all.
             say: shows one line to the user.
         """
-        self.are_used, self._say, self._tried = are_used, say, {}
+        self.are_used, self._say, self._tried, self._told = are_used, say, {}, set()
 
-    def read_vectors(self, rows: VectorRows, device: torch.device) -> bool:
-        """Return whether a batch may leave vectors as they are, since kernels read them.
+    def read_vectors(self, rows: VectorRows, device: torch.device, length: int) -> bool:
+        """Return whether a batch may leave vectors as they are, since kernels read them or are to be tried.
 
         Args:
             rows: rows of a teacher.
             device: device that the batch is on.
+            length: tokens of its longest sequence.
         """
         is_biased = rows.kind is RelationKind.ATTENTION and rows.vectors.bias is not None
         if is_biased or rows.vectors.query.shape[-1] > MOST_SIZE:
             return False
-        tried = [used for form, used in self._tried.items() if VectorRows in form]
+        tried = [
+            used
+            for form, used in self._tried.items()
+            if VectorRows in form and form[-1] == length.bit_length()
+        ]
         return self.are_used and has_kernels(device) and (any(tried) or not tried)
 
     def serve(
@@ -129,6 +136,7 @@ class Kernels:
             return False
         if isinstance(rows, SparseRows) and targets.entropy is None:
             return False
+        form: tuple[object, ...] | None = None
         try:
             from minilm_cache.relations import fused  # noqa: PLC0415 - needs Triton, which GPUs alone do
 
@@ -137,7 +145,9 @@ class Kernels:
             length = vectors.query.shape[2]
             form = (*fused.form_of(vectors, kind, rows), otherwise, length.bit_length())
             if form not in self._tried:
-                self._tried[form] = False  # where memory is too short to compare, it stays so
+                if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+                    return False  # a comparison waits for its result, which a recording does not let it do
+                self._tried[form] = False  # what cannot be compared stays so: graphs may have been recorded
                 some = _some(vectors, targets, lengths)
                 if not _are_same(*some, kind=kind, loss=loss):
                     del self._tried[form]  # the loss of plain torch is not finite: the next batch may tell
@@ -147,8 +157,10 @@ class Kernels:
         except torch.OutOfMemoryError:
             return False
         except Exception as error:  # noqa: BLE001 - compilers raise what they like
-            self.are_used = False
-            self._say(f"relations are compared without fused kernels (--no-kernels): {first_line(error)}")
+            self.are_used = form is not None  # another form may do
+            if (why := first_line(error)) not in self._told:
+                self._told.add(why)
+                self._say(f"some relations are compared without fused kernels (--no-kernels): {why}")
             return False
 
 

@@ -89,17 +89,6 @@ def check_sequences(cache: Cache, numbers: Sequence[int]) -> None:
             )
 
 
-def check_sequences(cache: Cache, numbers: Sequence[int]) -> None:
-    """Raise InvalidConfigError for a number that no held-out sequence of a cache has."""
-    held_out = cache.manifest.num_held_out
-    for number in numbers:
-        if not 0 <= number < held_out:
-            raise InvalidConfigError(
-                f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
-                "Give one of them, or --text and --teacher."
-            )
-
-
 def examples(
     cache: Cache, students: Sequence[tuple[str, Path]], *, teacher: Teacher | None, map_texts: MapTexts
 ) -> list[Example]:

@@ -401,14 +401,6 @@ def refuse_unwritable(folder: Path) -> None:
             pass
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Raise StorageError if no file can be written into a folder, which is made if it is not there."""
-    with storage_errors("write in", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-
-
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed.

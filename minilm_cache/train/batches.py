@@ -319,14 +319,15 @@ class BatchReader:
     def _replayed(self, stored: _StoredBatch, graphs: Graphs) -> StudentBatch:
         """Return a batch whose tensors are where those of all batches of its form are, if there is room."""
         if stored.masked is not None or stored.queries is not None:  # as many numbers as chance has it
-            return self._decode(stored)
+            return graphs.with_memory(lambda: self._decode(stored))
         form = (stored.inputs.is_full, *((part.shape, part.dtype) for part in tensors_of(stored)))
         place = self._places.get(form)
         if place is None:
             number = graphs.new_place()
             if number is None:
-                return self._decode(stored)
-            place = self._places[form] = _Place(number, stored.to(self._device), Replayed(graphs))
+                return graphs.with_memory(lambda: self._decode(stored))
+            on_device = graphs.with_memory(lambda: stored.to(self._device))
+            place = self._places[form] = _Place(number, on_device, Replayed(graphs))
         here, stays = place.put(stored), place.decode.is_next_replayed
         return replace(place.decode(lambda: self._decoded(here)), place=place.number if stays else None)
 
@@ -375,7 +376,7 @@ class BatchReader:
         if choose_method(batch, self._num_heads, length, device=self._device) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):
-            if KERNELS.read_vectors(rows, self._device):
+            if KERNELS.read_vectors(rows, self._device, length):
                 return Targets(rows, None)
             return Targets(*densify(rows, lengths))  # once for all students
         # Biased rows do not estimate the teacher's: they are the target, and so their own entropy is used.

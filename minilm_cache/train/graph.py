@@ -82,6 +82,9 @@ class CudaRecorder:
             # Torch may leave the stream as it was in the middle of the recording, and random numbers, too,
             # until another recording ends (https://github.com/pytorch/pytorch/issues/171263).
             torch.cuda.set_stream(current)
+            # Where CUDA refuses to end the recording, torch before 2.14 goes on to take memory for it.
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # noqa: SLF001
             with suppress(RuntimeError):
                 self._capture(torch.cuda.CUDAGraph(), lambda: torch.zeros(1, device=self._device).add_(1))
             torch.cuda.set_stream(current)
@@ -90,8 +93,8 @@ class CudaRecorder:
         return graph.replay
 
     def free(self) -> None:
-        """Give memory back to the device."""
-        with torch.cuda.device(self._device):
+        """Give memory back to the device, unless a recording that failed stands in the way."""
+        with torch.cuda.device(self._device), suppress(RuntimeError):
             torch.cuda.empty_cache()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
@@ -264,14 +267,17 @@ class Replayed(Generic[Value]):
             else:
                 self._replay()
             replayed = _copies([*tensors_of(self._result), *weights])
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - what is wrong with the work itself shows when it begins anew
             self._graphs.give_up(first_line(error))
         with torch.no_grad():
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
         result = self._plainly(work, prepare)
-        if replayed is not None and not _is_same(replayed, result, weights, before=before):
-            self._graphs.give_up("a graph computed something else than the same kernels one by one")
+        try:
+            if replayed is not None and not _is_same(replayed, result, weights, before=before):
+                self._graphs.give_up("a graph computed something else than the same kernels one by one")
+        except torch.OutOfMemoryError as error:
+            self._graphs.give_up(first_line(error))
         return result
 
     def _record(self, work: Callable[[], Value]) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -362,7 +363,7 @@ class _Run:
                 ranks=ranks,
                 trainers=trainers,
                 state=state,
-                evaluate=self.held_out,
+                evaluate=self.held_out if graphs is None else partial(self._held_out_beside, graphs),
                 tracker=tracker,
                 session=session,
             )
@@ -432,6 +433,12 @@ class _Run:
         size = batch_size(self.objective.wanted, self.cache.manifest, most)
         evaluators = [trainer.evaluate for trainer in trainers]
         return held_out_losses(evaluators, self.batches().held_out_batches(size, MAX_SEQUENCES))
+
+    def _held_out_beside(
+        self, graphs: Graphs, trainers: Sequence[StudentTrainer]
+    ) -> list[HeldOutLosses] | list[None]:
+        """Return the same beside graphs, which are given up where memory is short."""
+        return graphs.with_memory(lambda: self.held_out(trainers))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
         """Evaluate the initial students, and write the run's record."""

@@ -60,7 +60,8 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            replays = graphs is None and replays_graphs(config, ranks.device)
+            # Each length, and with queries each number of texts, would be recorded anew and kept.
+            replays = graphs is None and replays_graphs(config, ranks.device) and not objective.wanted.queries
             self.model.compile_forward(needs.head, taps_layers=bool(needs.layers), replays=replays)
         else:
             draw_faster(self.model)
@@ -283,7 +284,10 @@ def _adamw(trained: Sequence[nn.Parameter], weight_decay: float, rate: float | T
     matrices = [weight for weight in trained if weight.ndim > 1]
     vectors = [weight for weight in trained if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, fused=True, capturable=isinstance(rate, Tensor))
+    optimizer = torch.optim.AdamW(groups, lr=rate, fused=True, capturable=isinstance(rate, Tensor))
+    # The first steps are taken without a recording, of which it would warn each user.
+    optimizer._warned_capturable_if_run_uncaptured = True  # noqa: SLF001 - no public setting has it
+    return optimizer
 
 
 def _part_seed(seed: int, step: int, part: int) -> int:

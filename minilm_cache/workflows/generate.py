@@ -53,7 +53,6 @@ def generate(
     if out is not None:
         refuse_existing(out, "--out")
         refuse_unwritable(out.parent)
-        refuse_unwritable(out.parent)
     sources = _sources(config, texts)
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, str(device))

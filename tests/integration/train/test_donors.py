@@ -147,8 +147,8 @@ def test_a_decoder_is_no_donor_of_what_all_tokens_say(world: World, tmp_path: Pa
         command.fails(*train, *words, code=2, says=("read only those before them", says))
     save_teacher(world.teacher, "llama", num_key_value_heads=2)
     world.dump("grouped", codec="vectors")
-    words = ("--arch", "2x32:ff64", "--init", "teacher-layers")
-    command.fails("train", world.root / "grouped", *words, code=2, says="share keys and values")
+    own = ("--arch", "2x32:ff64", "--init", "teacher-layers")
+    command.fails("train", world.root / "grouped", *own, code=2, says="share keys and values")
 
 
 def test_students_pad_on_the_right_whatever_their_donor_does(world: World, tmp_path: Path) -> None:

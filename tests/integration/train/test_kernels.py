@@ -72,6 +72,6 @@ def test_a_run_says_once_that_kernels_are_not_used(
     monkeypatch.setattr(fused, "cross_entropy", fail)
     result, said = train(world, "run", "minilm")
     assert [note for note in said if "kernels" in note] == [
-        "relations are compared without fused kernels (--no-kernels): out of resource: shared memory"
+        "some relations are compared without fused kernels (--no-kernels): out of resource: shared memory"
     ]
     assert all(torch.isfinite(torch.tensor(losses(result))))

@@ -283,9 +283,9 @@ def test_what_has_no_kernels_takes_another_form(tried: Tried) -> None:
     relation_loss(narrow, RelationKind.ATTENTION, targets=Targets(sparse, None), lengths=LENGTHS)
     assert tried.asked == 0
     assert not tried.said
-    assert not tried.kernels.read_vectors(biased, CPU)
-    assert not tried.kernels.read_vectors(vectors_of(large, large)[1], CPU)
-    assert tried.kernels.read_vectors(rows, CPU)
+    assert not tried.kernels.read_vectors(biased, CPU, 16)
+    assert not tried.kernels.read_vectors(vectors_of(large, large)[1], CPU, 16)
+    assert tried.kernels.read_vectors(rows, CPU, 16)
 
 
 class _Wrong(torch.autograd.Function):
@@ -321,7 +321,9 @@ def test_kernels_that_compute_something_else_are_given_up(
     found = relation_loss(narrow, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS)
     torch.testing.assert_close(found, plain)
     (said,) = tried.said
-    expected = "relations are compared without fused kernels (--no-kernels): they differ from plain torch by"
+    expected = (
+        "some relations are compared without fused kernels (--no-kernels): they differ from plain torch by"
+    )
     assert said.startswith(expected)
     assert tried.after(narrow, rows) == 0
 
@@ -343,7 +345,7 @@ def test_kernels_that_cannot_be_compiled_are_given_up(tried: Tried, monkeypatch:
 
     monkeypatch.setattr(fused, "cross_entropy", fail)
     tried.after(narrow, rows)
-    assert tried.said == ["relations are compared without fused kernels (--no-kernels): no such target"]
+    assert tried.said == ["some relations are compared without fused kernels (--no-kernels): no such target"]
 
 
 def test_memory_that_is_too_short_for_a_comparison_ends_no_run(
@@ -364,9 +366,11 @@ def test_memory_that_is_too_short_for_a_comparison_ends_no_run(
 def test_kernels_that_are_slower_are_not_used(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, rows = vectors_of(*pair())
     monkeypatch.setattr(trust, "_is_faster", lambda *_, **__: False)
-    assert tried.kernels.read_vectors(rows, CPU)
+    length = narrow.query.shape[2]
+    assert tried.kernels.read_vectors(rows, CPU, length)
     assert [tried.after(narrow, rows) for _ in range(2)] == [1, 0]
-    assert not tried.kernels.read_vectors(rows, CPU), "their rows are computed once for all students"
+    assert not tried.kernels.read_vectors(rows, CPU, length), "their rows are computed once for all students"
+    assert tried.kernels.read_vectors(rows, CPU, 4 * length), "other lengths are not tried yet"
     assert not tried.said
 
 
