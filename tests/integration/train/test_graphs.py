@@ -222,6 +222,27 @@ def test_where_memory_is_short_graphs_are_given_up(
     assert_alike(given_up, plain)
 
 
+def test_where_memory_is_short_for_an_evaluation_graphs_are_given_up(
+    world: World, recorder: Replayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    real, was_short = StudentTrainer.evaluate, list[bool]()
+
+    def short(self: StudentTrainer, *arguments: Any) -> Any:
+        if recorder.replays and not was_short:
+            was_short.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StudentTrainer, "evaluate", short)
+        given_up, said = train(world, "given-up", eval_steps=8)
+    plain, _ = train(world, "plain", graph=False, eval_steps=8)
+    assert was_short
+    assert any("out of memory" in note for note in said)
+    assert_alike(given_up, plain)
+
+
 def test_students_of_a_run_that_is_over_are_freed(
     world: World, recorder: Replayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,6 +348,19 @@ def test_kernels_that_cannot_be_compiled_are_given_up(tried: Tried, monkeypatch:
     assert tried.said == ["some relations are compared without fused kernels (--no-kernels): no such target"]
 
 
+def test_a_form_that_is_given_up_leaves_the_others(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of other forms may have been recorded with their kernels."""
+    narrow, rows = vectors_of(*pair())
+    sparse = in_float32(rows_of("sparse", pair()[1], RelationKind.ATTENTION))
+    assert [tried.after(narrow, rows) for _ in range(2)] == [2, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "_MOST_ERROR", -1.0)
+        tried.after(narrow, sparse)
+    assert len(tried.said) == 1
+    assert tried.after(narrow, sparse) == 0
+    assert tried.after(narrow, rows) == 1
+
+
 def test_memory_that_is_too_short_for_a_comparison_ends_no_run(
     tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
