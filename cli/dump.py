@@ -218,10 +218,10 @@ def _served(manifest: CacheManifest, config: DumpConfig) -> str | None:
     compared = next((name for name in config.serve if name in COMPARING), None)
     if compared is not None:
         return f" --objective {compared}"
-    states = manifest.identity.states
-    if states is not None and states.num_classes is not None:
-        answers = "score" if states.num_classes == 1 else "tinybert-prediction"
+    identity = manifest.identity
+    if identity.num_classes is not None:
+        answers = "score" if identity.num_classes == 1 else "tinybert-prediction"
         return f" --objective {answers}"
-    if manifest.identity.has_relations:
+    if identity.has_relations:
         return ""
-    return " --objective embedding" if states is not None and states.pooled is not None else None
+    return " --objective embedding" if identity.pooled is not None else None

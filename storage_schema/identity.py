@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from minilm_cache.storage_schema.base import Sha256, StoredModel
-from minilm_cache.storage_schema.states import StatesIdentity
+from minilm_cache.storage_schema.states import Pooling, SoftLabels, StatesIdentity
 
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
@@ -282,6 +282,21 @@ class CacheIdentity(StoredModel):
     def last_layer(self) -> int:
         """Last of the tapped layers, counted from 0; that of the teacher where none is tapped."""
         return self.layers[-1] if self.layers else self.teacher.num_layers - 1
+
+    @property
+    def num_classes(self) -> int | None:
+        """Numbers of the teacher's answer to a sequence. None means that no answers are stored."""
+        return None if self.states is None else self.states.num_classes
+
+    @property
+    def pooled(self) -> Pooling | None:
+        """How sequences are pooled into one vector each. None means that no such vectors are stored."""
+        return None if self.states is None else self.states.pooled
+
+    @property
+    def labels(self) -> SoftLabels | None:
+        """Soft labels of masked tokens. None means that none are stored."""
+        return None if self.states is None else self.states.labels
 
     @property
     def has_relations(self) -> bool:

@@ -224,11 +224,11 @@ def _fixed_s(manifest: CacheManifest, clock: "TaskClock", sequences: SequenceTab
     if manifest.calibration is None:
         return seconds
     num_train = sequences.num_train
-    is_vectors, states = bool(manifest.calibration.layers), manifest.identity.states
+    is_vectors, pooled = bool(manifest.calibration.layers), manifest.identity.pooled
     tokens = CALIBRATION_TOKENS if is_vectors else STATE_CALIBRATION_TOKENS
     num_fitted = math.ceil(tokens * sequences.num_sequences / sequences.num_tokens)
-    if states is not None and states.pooled is not None:
-        num_fitted = max(num_fitted, states.pooled.calibration_sequences)
+    if pooled is not None:
+        num_fitted = max(num_fitted, pooled.calibration_sequences)
     fit, check = split_sample(num_train, num_fitted)
     used = manifest.calibration.num_fitted + manifest.calibration.num_checked
     spent = sum(taken for task, taken in clock.seconds.items() if task.startswith("calibrate"))

@@ -146,11 +146,9 @@ def recheck(
                 if not _has_same_tokens(cache, sequences, numbers)
             )
     has_states = teacher.identity.hidden_size == identity.teacher.hidden_size
-    if identity.states is not None and identity.states.pooled is not None:
-        pooled = identity.states.pooled
-        if _pooling_of(teacher, pooled) != pooled:
-            differing.append("the way the teacher pools")
-            has_states = False
+    if identity.pooled is not None and _pooling_of(teacher, identity.pooled) != identity.pooled:
+        differing.append("the way the teacher pools")
+        has_states = False
     is_alike = _is_alike(cache, teacher)
     return Recheck(
         identity=tuple(differing),

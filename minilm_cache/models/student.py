@@ -252,8 +252,7 @@ def class_names(document: bytes, manifest: CacheManifest) -> dict[int, str]:
         CacheCorruptError: it is not that of the teacher in the manifest, or a name is no text.
     """
     _read_teacher_config(document, manifest)
-    states = manifest.identity.states
-    num_classes = 0 if states is None else states.num_classes or 0
+    num_classes = manifest.identity.num_classes or 0
     names = json.loads(document).get("id2label") or {}
     if names.keys() != set(map(str, range(num_classes))):
         return {}

@@ -129,7 +129,8 @@ class BertPkd(ObjectiveKind):
         layers = sorted({pair.teacher for depth in depths for pair in _intermediate_pairs(request, depth)})
         names = tuple(SignalName(StateFamily.FIRST, layer + 1) for layer in layers)
         return WantedTargets(
-            kinds=(), signals=(*names, *([LOGITS] if _num_classes(request) is not None else []))
+            kinds=(),
+            signals=(*names, *([LOGITS] if request.cache.manifest.identity.num_classes is not None else [])),
         )
 
     def build(
@@ -141,7 +142,7 @@ class BertPkd(ObjectiveKind):
         return PatientObjective(
             _intermediate_pairs(request, student.num_layers),
             Patience.of(request.config),
-            _num_classes(request),
+            request.cache.manifest.identity.num_classes,
         )
 
 
@@ -153,8 +154,3 @@ def _intermediate_pairs(request: ObjectiveRequest, num_layers: int) -> list[Laye
             f"{request.config.layer_map} has none. Take students of 2 layers or more."
         )
     return pairs
-
-
-def _num_classes(request: ObjectiveRequest) -> int | None:
-    states = request.cache.manifest.identity.states
-    return None if states is None else states.num_classes

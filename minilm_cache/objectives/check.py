@@ -35,8 +35,7 @@ class Objective:
     @property
     def num_classes(self) -> int | None:
         """Classes of the teacher's answers. None means that the cache holds no answers."""
-        states = self.request.cache.manifest.identity.states
-        return None if states is None else states.num_classes
+        return self.request.cache.manifest.identity.num_classes
 
     @property
     def head(self) -> Head | None:

@@ -414,7 +414,7 @@ def is_bi_encoder(config: ObjectiveConfig) -> bool:
 
 def check_scores(config: ObjectiveConfig, identity: CacheIdentity) -> None:
     """Raise InvalidConfigError if a cache has not the pairs or groups that an objective of scores needs."""
-    name, states = config.objective, identity.states
+    name = config.objective
     if name not in (SCORE, *COMPARING):
         return
     is_bi, is_grouped = is_bi_encoder(config), name in COMPARING
@@ -429,7 +429,7 @@ def check_scores(config: ObjectiveConfig, identity: CacheIdentity) -> None:
             "pairs. Dump records of queries with several documents (--pair-columns query,documents), or take "
             "--objective score."
         )
-    classes = None if states is None else states.num_classes
+    classes = identity.num_classes
     if classes is not None and classes > 1 and (is_bi or is_grouped):
         raise InvalidConfigError(
             f"--objective {name} takes a teacher that gives one score, and this one answers with {classes} "

@@ -82,8 +82,7 @@ class DistilBert(ObjectiveKind):
         Raises:
             InvalidConfigError: the cache has labels of masked tokens alone, and the form needs all of them.
         """
-        states = request.cache.manifest.identity.states
-        labels = None if states is None else states.labels
+        labels = request.cache.manifest.identity.labels
         if request.config.is_authors and labels is not None and labels.tokens != "all":
             raise InvalidConfigError(
                 "--objective distilbert compares soft labels of all tokens, as its authors' code does, and "

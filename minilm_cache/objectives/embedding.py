@@ -203,9 +203,9 @@ class Embedding(ObjectiveKind):
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the pooled vectors."""
-        states = request.cache.manifest.identity.states
-        if states is not None and states.pooled is not None:
-            shorter_widths(request.config, states.pooled.width)
+        pooled = request.cache.manifest.identity.pooled
+        if pooled is not None:
+            shorter_widths(request.config, pooled.width)
         return WantedTargets(kinds=(), signals=(POOLED,), others=request.others)
 
     def build(
@@ -213,10 +213,9 @@ class Embedding(ObjectiveKind):
     ) -> EmbeddingObjective:
         """Return the objective of a student of any width."""
         del wanted
-        states = request.cache.manifest.identity.states
-        assert states is not None
-        assert states.pooled is not None, "checked before"
-        losses, pooling = _weights(request.config), states.pooled
+        losses, pooled = _weights(request.config), request.cache.manifest.identity.pooled
+        assert pooled is not None, "checked before"
+        pooling = pooled
         if request.others is not None:
             width = pooling.width + request.others.width
             pooling = pooling.model_copy(update={"width": width, "normalize": True})
@@ -225,7 +224,7 @@ class Embedding(ObjectiveKind):
             student.hidden_size,
             student.num_layers,
             losses=losses,
-            widths=shorter_widths(request.config, states.pooled.width),
+            widths=shorter_widths(request.config, pooled.width),
             references=reference_vectors(request) if {CENTRED, NEIGHBOURS} & losses.keys() else None,
             temperature=request.config.temperature,
             has_several=request.others is not None,

@@ -134,8 +134,7 @@ def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
 
 def _numbers_of_classes(cache: Cache) -> Mapping[str, int]:
     """Return the teacher's classes by name and by number; empty where it gives one number."""
-    states = cache.manifest.identity.states
-    count = 1 if states is None else states.num_classes or 1
+    count = cache.manifest.identity.num_classes or 1
     if count == 1:
         return {}
     named = class_names(cache.reader.attachment(TEACHER_CONFIG), cache.manifest)

@@ -74,10 +74,9 @@ class MlmKd(ObjectiveKind):
 
 def temperature_of(request: ObjectiveRequest) -> float:
     """Return the temperature that the labels of a cache were drawn at."""
-    states = request.cache.manifest.identity.states
-    assert states is not None
-    assert states.labels is not None
-    return states.labels.temperature
+    labels = request.cache.manifest.identity.labels
+    assert labels is not None
+    return labels.temperature
 
 
 def soft_label_loss(reading: Reading, batch: StudentBatch, *, everywhere: bool = False) -> Float[Tensor, ""]:

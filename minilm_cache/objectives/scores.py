@@ -171,8 +171,8 @@ class ScoresOfPairs(ObjectiveKind):
         identity = request.cache.manifest.identity
         check_scores(request.config, identity)
         is_bi, is_grouped = is_bi_encoder(request.config), request.config.objective != SCORE
-        classes = None if identity.states is None else identity.states.num_classes
-        if request.labels is not None and classes is not None and classes > 1:
+        classes = identity.num_classes or 1
+        if request.labels is not None and classes > 1:
             raise InvalidConfigError(
                 f"--own-labels: this teacher answers with {classes} classes. Take --objective "
                 "tinybert-prediction, which learns their distribution."

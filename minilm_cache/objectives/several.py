@@ -109,10 +109,9 @@ class OtherTeachers:
 
 def pooled_width(manifest: CacheManifest) -> int:
     """Return the dimensions of the vectors of a cache that holds some."""
-    states = manifest.identity.states
-    assert states is not None
-    assert states.pooled is not None
-    return states.pooled.width
+    pooled = manifest.identity.pooled
+    assert pooled is not None
+    return pooled.width
 
 
 def stored_vectors(cache: Cache) -> Iterator[Float[Tensor, "sequences width"]]:
@@ -222,7 +221,7 @@ def documents_of(cache: Cache) -> npt.NDArray[np.int64]:
 def _refuse_no_vectors(cache: Cache, place: str) -> None:
     """Raise InvalidConfigError for a cache without a vector of each text."""
     identity = cache.manifest.identity
-    if identity.states is None or identity.states.pooled is None or identity.packing.mode != "records":
+    if identity.pooled is None or identity.packing.mode != "records":
         raise InvalidConfigError(
             f"--also needs caches with a vector of each single text, and {place} is none. Dump it with --for "
             "embedding, without --pair-columns."

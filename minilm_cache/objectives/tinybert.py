@@ -158,16 +158,14 @@ class Prediction(ObjectiveKind):
     ) -> PredictionObjective:
         """Return the objective, the same for all students."""
         del wanted, student
-        states = request.cache.manifest.identity.states
-        assert states is not None
-        classes = (states.num_classes or 1) if request.config.is_authors else 1
+        classes = (request.cache.manifest.identity.num_classes or 1) if request.config.is_authors else 1
         return PredictionObjective(request.config.temperature or 1.0, classes)
 
 
 def refuse_temperature_of_number(request: ObjectiveRequest) -> None:
     """Raise InvalidConfigError for a temperature where a teacher answers with one number."""
-    states, temperature = request.cache.manifest.identity.states, request.config.temperature
-    if temperature is not None and states is not None and states.num_classes == 1:
+    temperature = request.config.temperature
+    if temperature is not None and request.cache.manifest.identity.num_classes == 1:
         raise InvalidConfigError(
             f"--temperature {temperature:g}: the teacher answers with one number, which is compared by its "
             "squared error. Leave it out."

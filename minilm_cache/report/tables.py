@@ -181,8 +181,8 @@ def _losses(run: TrainedRun, teacher: Teacher | None) -> _Losses:
         return {student.arch: (student.loss_after, student.held_out_after or {}) for student in students}
     found: dict[str, tuple[float | None, Mapping[str, float]]]
     found = {student.arch: (None, {}) for student in students}
-    states, spec = run.reference.manifest.identity.states, run.record.identity.spec
-    if states is None or states.pooled is None or not spec.needs.pooled or not run.has_teachers_pieces:
+    pooled, spec = run.reference.manifest.identity.pooled, run.record.identity.spec
+    if pooled is None or not spec.needs.pooled or not run.has_teachers_pieces:
         return found
     if teacher is None or not is_teacher_of(teacher, run.reference):
         return found

@@ -97,12 +97,11 @@ def refuse_no_cache(root: Path) -> None:
 
 def refuse_no_answers(place: str | Path, identity: CacheIdentity, *, scores: bool) -> None:
     """Raise InvalidConfigError for a cache without pooled vectors, or without scores if they are wanted."""
-    states = identity.states
-    if scores and (states is None or states.num_classes is None):
+    if scores and identity.num_classes is None:
         raise InvalidConfigError(
             f"{place} holds no scores or answers of a teacher. Dump a cache with --logits, or import scores."
         )
-    if not scores and (states is None or states.pooled is None):
+    if not scores and identity.pooled is None:
         raise InvalidConfigError(
             f"{place} holds no pooled vectors. Dump a cache with --for embedding, or add them with --pooled."
         )

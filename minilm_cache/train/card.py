@@ -297,8 +297,8 @@ def student_card(
         vocabulary: the pieces that the student has. None means all of the teacher's.
         prompt_name: name of the prompt that texts begin with. None means none, or the default one.
     """
-    states, pair = manifest.identity.states, manifest.identity.packing.pair
-    is_scorer = head == "sequences" and pair is not None and states is not None and states.num_classes == 1
+    pair = manifest.identity.packing.pair
+    is_scorer = head == "sequences" and pair is not None and manifest.identity.num_classes == 1
     of_texts = {"similarity": "sentence-similarity", "scores": "text-ranking"}
     use = "similarity" if similarity is not None else "scores" if is_scorer else None
     is_of_donor = record.init == ANOTHER_MODEL  # whose licence is not known here

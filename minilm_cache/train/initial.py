@@ -379,8 +379,7 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
 def _refuse_causal_donor(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> None:
     """Raise InvalidConfigError for a donor whose tokens read only those before, where more is learned."""
     identity, spec = cache.manifest.identity, config.spec
-    pooled = None if identity.states is None else identity.states.pooled
-    is_of_cls = spec.needs.pooled and pooled is not None and pooled.mode == "cls"
+    is_of_cls = spec.needs.pooled and identity.pooled is not None and identity.pooled.mode == "cls"
     of_first = spec.needs.first is not None or is_of_cls
     of_rows = spec.compares_heads and not identity.is_causal
     if not (of_first or of_rows) or not reads_past_alone(donor.config, donor.folder):

@@ -95,11 +95,10 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
     """
     opened = open_cache(cache, home=session.home)
     refuse_no_answers(cache, opened.manifest.identity, scores=False)
-    states = opened.manifest.identity.states
-    assert states is not None
-    assert states.pooled is not None
+    pooled = opened.manifest.identity.pooled
+    assert pooled is not None
     refuse_existing(out, "OUT")
-    width = states.pooled.width
+    width = pooled.width
     if opened.manifest.labels.role_column is not None or opened.manifest.identity.packing.prompt is not None:
         session.progress.note(
             "texts are written with the prompts that they begin with, and a cache that is imported from the "
@@ -186,11 +185,10 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     opened = open_cache(cache, home=session.home)
     manifest = opened.manifest
     refuse_no_answers(cache, manifest.identity, scores=True)
-    states = manifest.identity.states
-    assert states is not None
-    assert states.num_classes is not None
+    num_classes = manifest.identity.num_classes
+    assert num_classes is not None
     refuse_existing(out, "OUT")
-    schema = _schema_of_scores(opened, states.num_classes)
+    schema = _schema_of_scores(opened, num_classes)
     session.progress.start("export", len(opened), "sequences")
     first_held_out = manifest.num_train
     numbers = {"train": range(first_held_out), "validation": range(first_held_out, len(opened))}

@@ -379,14 +379,14 @@ class _Space:
     def map_weights(self, name: str) -> int:
         """Return the weights of a student's linear map to the teacher's vectors; 0 where it needs none."""
         probe = validated(TrainConfig, {**self.train, "arch": (self.shapes[name].arch,)})
-        states = self.cache.manifest.identity.states
-        if not probe.spec.needs.pooled or states is None or states.pooled is None:
+        pooled = self.cache.manifest.identity.pooled
+        if not probe.spec.needs.pooled or pooled is None:
             return 0
         hidden_size = self.shapes[name].config.hidden_size
         if probe.also:  # students of several teachers keep a turned map of their own width
             return int(hidden_size**2)
         with torch.device("meta"):
-            layers = projection_to(states.pooled.width, hidden_size)
+            layers = projection_to(pooled.width, hidden_size)
         return sum(weight.numel() for layer in layers for weight in layer.parameters())
 
     def measured(self, names: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:

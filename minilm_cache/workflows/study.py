@@ -463,8 +463,7 @@ def _check_scores(study: Study, folder: Path, session: Session) -> None:
 
 def _check_agreement(study: Study, name: str, manifest: CacheManifest, *, here: bool) -> None:
     """Raise InvalidConfigError if students of a cache cannot be asked beside the study's teacher."""
-    states = manifest.identity.states
-    if states is None or states.labels is None:
+    if manifest.identity.labels is None:
         study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
     if not here:
         return
