@@ -33,7 +33,7 @@ def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption =
     config = validated(VerifyConfig, given)
     place = Path(cache or "")
     is_there = place.exists() and not is_run(place)  # a cache without its manifest is damaged
-    refuse_missing(cache=None if is_there else cache, teacher=config.teacher, revision=config.revision)
+    refuse_missing(cache=None if is_there else cache)
 
     from minilm_cache.workflows.verify import verify_cache  # noqa: PLC0415 - importing it takes seconds
 

@@ -179,6 +179,12 @@ class PromptSettings(CorpusSettings):
 
     @model_validator(mode="after")
     def _says_once_what_stands_before_texts(self) -> "PromptSettings":
+        for name in ("prompt", "prompt_name", "role_column"):
+            if getattr(self, name) is not None and self.pair_columns is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} goes with --packing records, and not with --pair-columns: a "
+                    "prompt is about one document"
+                )
         if self.prompt is not None and self.prompt_name is not None:
             raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
         if self.role_column is not None and (self.prompt or self.prompt_name):

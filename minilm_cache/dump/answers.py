@@ -124,6 +124,11 @@ def _batches(
             parquet = pq.ParquetFile(opened)
             names = parquet.schema_arrow.names
             lacking = next((name for name in columns if names.count(name) != 1), None)
+            if lacking == column and {"first", "second"} <= {*names}:
+                raise CorpusError(
+                    f"{config.vectors} holds vectors of pairs of texts, and vectors of single texts are "
+                    "imported. Export a cache of single texts."
+                )
             if lacking is not None:
                 raise CorpusError(
                     f"{config.vectors} has no column {lacking!r}, or two; it has {', '.join(names)}. Name "

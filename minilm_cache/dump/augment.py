@@ -36,7 +36,7 @@ from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import new_file, refuse_existing, remove_partials, storage_errors
+from minilm_cache.store.durable import new_file, prepare_new, remove_partials, storage_errors
 
 _MAX_WORDS = 2**14
 """Number of most frequent words of the corpus among which nearest words are searched."""
@@ -102,7 +102,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
         InterruptedRunError: a stop was requested.
         StorageError: the file cannot be written.
     """
-    refuse_existing(out)
+    prepare_new(out)
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
     model = TappedModel(load_model(source.folder, "tokens", name=source.name))

@@ -16,7 +16,7 @@ from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.storage_schema.manifest import RANGES, CacheManifest
+from minilm_cache.storage_schema.manifest import RANGES, TEACHER_PROMPTS, CacheManifest
 from minilm_cache.store.creation import (
     OtherBeginningError,
     begun_manifest,
@@ -111,9 +111,9 @@ def _complete(
     if RANGES in manifest.files:  # format 1 has its ranges in the manifest
         write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
     num_shards = len(read_ranges(root, manifest))
-    for path, content in outside_identity(
-        resolved.teacher, manifest, config=resolved.config, session=session
-    ):
+    digest = manifest.files.get(TEACHER_PROMPTS)
+    stored = None if digest is None else target.read(TEACHER_PROMPTS, digest.size)
+    for path, content in outside_identity(resolved.teacher, stored, config=resolved.config, session=session):
         manifest = attach_in_store(target, root, manifest, path=path, content=content)
     return DumpResult(
         path=root,

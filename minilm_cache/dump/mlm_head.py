@@ -32,7 +32,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import Masking
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, prepare_new
 
 _MAX_CHECKED = 256
 """Most held-out sequences that the fitted head is measured on."""
@@ -76,7 +76,7 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
         DivergedError: the loss is NaN or infinite.
         StorageError: the folder exists, or cannot be written.
     """
-    refuse_existing(out)
+    prepare_new(out)
     source = locate_teacher(config.teacher, config.revision)
     device = choose_device(config.device)
     tokenizer = load_tokenizer(source.folder)

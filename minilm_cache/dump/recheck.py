@@ -170,8 +170,9 @@ def _differing_parts(cache: Cache, teacher: Teacher) -> list[str]:
         differing.append("the tokenizer")
     elif not _has_same_template(identity.packing, teacher):
         differing.append("the special tokens that the tokenizer puts around a text")
-    if TEACHER_PROMPTS in files and teacher.has_other_prompts(files):
-        differing.append("the teacher's prompts or its similarity")
+    has_prompts = TEACHER_PROMPTS in files and identity.pooled is not None
+    if has_prompts and teacher.has_other_prompts(cache.reader.attachment(TEACHER_PROMPTS)):
+        differing.append("the teacher's prompts or its similarity (`dump` gives the cache those of now)")
     return differing
 
 

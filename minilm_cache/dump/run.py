@@ -1,5 +1,6 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -36,9 +37,10 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.store.card import attach, seal_with_preview
 from minilm_cache.store.catalogue import find_cache
+from minilm_cache.store.checked import is_damaged
 from minilm_cache.store.creation import creating
 from minilm_cache.store.index import committed_shards
-from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.layout import MANIFEST, below
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.urls import refuse_no_folder
@@ -111,11 +113,10 @@ def dump_cache(
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
     out, add, tokens_of = (None if path is None else Path(path) for path in (out, add, tokens_of))
-    if cache_store is not None:
-        refuse_no_folder(cache_store, "--cache-store")
     resolved = resolve_dump(config, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     path, config = resolved.path, resolved.config
     if cache_store is not None and not (path / MANIFEST).exists():
+        refuse_no_folder(cache_store, "--cache-store (MINILM_CACHE_STORE)")
         pulled = _pull_if_there(cache_store, resolved.identity, path=path, session=session)
         if pulled is not None:
             return _completed(pulled, resolved, session)
@@ -167,15 +168,22 @@ def write_cache(
 def _completed(pulled: DumpResult, resolved: ResolvedDump, session: Session) -> DumpResult:
     """Add to a cache that was pulled what is outside its identity."""
     manifest = pulled.manifest
-    for path, content in outside_identity(
-        resolved.teacher, manifest, config=resolved.config, session=session
-    ):
+    stored = stored_prompts(pulled.path, manifest)
+    for path, content in outside_identity(resolved.teacher, stored, config=resolved.config, session=session):
         manifest = attach(pulled.path, manifest, path=path, content=content)
     return replace(pulled, manifest=manifest)
 
 
+def stored_prompts(root: Path, manifest: CacheManifest) -> bytes | None:
+    """Return the content of a cache's file of prompts, empty if damaged. None means that it has none."""
+    if TEACHER_PROMPTS not in manifest.files:
+        return None
+    file = below(root, TEACHER_PROMPTS)
+    return file.read_bytes() if file.is_file() and not is_damaged(root, manifest, TEACHER_PROMPTS) else b""
+
+
 def outside_identity(
-    teacher: Teacher, manifest: CacheManifest, *, config: DumpConfig, session: Session
+    teacher: Teacher, stored: bytes | None, *, config: DumpConfig, session: Session
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the files that a complete cache is to have anew, as its identity says nothing of them.
 
@@ -184,14 +192,14 @@ def outside_identity(
 
     Args:
         teacher: the teacher as it is now.
-        manifest: manifest of the cache.
+        stored: content of the cache's file of prompts. None means that it has none.
         config: settings of the dump.
         session: its progress says that prompts are replaced.
 
     Raises:
         TeacherError: a weight is too large for float16.
     """
-    if teacher.has_other_prompts(manifest.files):
+    if teacher.has_other_prompts(stored):
         session.progress.note(
             "the teacher's prompts or its similarity are others than in this cache, which gets those of now"
         )
@@ -258,8 +266,14 @@ def _finish(job: ShardJob, session: Session) -> None:
     """Seal the cache if every shard exists, and write a damaged preview again."""
     writer, teacher = job.writer, job.reader.teacher
     is_whole = writer.is_complete and not writer.has_damaged_preview
-    if is_whole and not job.config.keep_weights and not teacher.has_other_prompts(writer.manifest.files):
+    has_others = teacher.has_other_prompts(stored_prompts(writer.root, writer.manifest))
+    if is_whole and not job.config.keep_weights and not has_others:
         return  # nothing is written, so that the folder may be another user's
+    if is_whole and not job.config.keep_weights and not os.access(writer.root, os.W_OK):
+        session.progress.note(
+            "the teacher's prompts or its similarity are others than in this cache, which you may not change"
+        )
+        return
     with writer.sealing() as ready:
         if ready:
             _seal(writer, job.reader, batch_size=job.batch_size, session=session)
@@ -268,9 +282,8 @@ def _finish(job: ShardJob, session: Session) -> None:
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
             writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
         if writer.is_complete:
-            for path, content in outside_identity(
-                teacher, writer.manifest, config=job.config, session=session
-            ):
+            stored = stored_prompts(writer.root, writer.manifest)
+            for path, content in outside_identity(teacher, stored, config=job.config, session=session):
                 writer.attach(path, content)
 
 

@@ -27,7 +27,7 @@ from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file
+from minilm_cache.store.durable import bounded_bytes, new_folder, prepare_new, refuse_file
 from minilm_cache.store.layout import CARD
 from minilm_cache.train.folder import refuse_run_as_teacher
 
@@ -237,7 +237,7 @@ def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
         return None
     refuse_file(config.save, "--save")
     path = config.save / model.slug
-    refuse_existing(path, "--save")
+    prepare_new(path, "--save")
     return path
 
 

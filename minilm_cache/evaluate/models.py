@@ -172,13 +172,16 @@ def _with_runs(names: Iterable[str]) -> Iterator[str]:
         yield from [str(run) for run in runs_of(Path(name)) if load_record(run).complete] or [name]
 
 
-def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:
+def find_models(
+    names: Sequence[str], revision: str | None, *, untrained: bool, without_weights: bool = False
+) -> list[Evaluated]:
     """Return the models that the names stand for. A run stands for its students that did not diverge.
 
     Args:
         names: `mini`, aliases, hub ids, folders of models, of runs, of chains or of studies.
         revision: revision of models from the hub; runs have none. None means the default revision.
         untrained: whether to return each model's shape with random weights, too.
+        without_weights: whether configurations and tokenizers are enough of models that are no runs.
 
     Raises:
         TeacherError: a model does not exist.
@@ -206,7 +209,7 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 refuse_no_models(folder)
                 if runs_of(folder) and not (folder / CONFIG).is_file():
                     raise TeacherError(f"none of the runs of {folder} is complete. Finish one of them first.")
-            source = locate_teacher(name, revision)
+            source = locate_teacher(name, revision, without_weights=without_weights)
             trial = source.folder.resolve().parent  # all models that trials keep have one name
             own_name = trial.name if (trial / TRIAL_FILE).is_file() else source.name
             models.append(Evaluated(name=own_name, folder=source.folder))

@@ -34,7 +34,7 @@ from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import is_classifier, read_config
 from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
+from minilm_cache.store.durable import new_file, prepare_new, storage_errors
 
 _BATCHES_OF_A_PART: Final = 16
 
@@ -74,7 +74,7 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
         StorageError: the file exists, or cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    refuse_existing(out)
+    prepare_new(out)
     data = own_data(config, session=session)
     to_train_on = config.retrieval and config.retrieval / "qrels" / "train.tsv"
     if to_train_on is not None and to_train_on.is_file():

@@ -173,7 +173,34 @@ def check_evaluation(config: EvaluateConfig, names: Sequence[str], *, out: Path,
         MiniLMCacheError: same as for `evaluate_models`.
     """
     check_device(config.device)
-    _planned(config, names, out=out, session=session.with_progress(None))
+    refuse_file(out)
+    session = session.with_progress(None)
+    models = find_models(names, config.revision, untrained=False, without_weights=True)
+    for kind, _ in _tasks(config, session):
+        for model in models:
+            _fitted(config, model, kind, note=session.progress.note)
+
+
+def _tasks(config: EvaluateConfig, session: Session) -> list[tuple[Kind[Any, Any], list[Track[Any]]]]:
+    """Return the tasks and their tracks; refuse settings of generated texts where there are none."""
+    tasks = [_read(config, name, session) for name in config.task]
+    if config.generation_given is not None and all(kind.generation is None for kind, _ in tasks):
+        titles = " and ".join(kind.task.title for kind, _ in tasks)
+        raise InvalidConfigError(
+            f"{config.generation_given} is about generated texts, and {titles} has none. Leave it out."
+        )
+    return tasks
+
+
+def _fitted(
+    config: EvaluateConfig, model: Evaluated, kind: Kind[Any, Any], *, note: Callable[[str], None]
+) -> tuple[Kind[Any, Any], PreTrainedTokenizerFast]:
+    """Return a task as a model does it, and its tokenizer, after all checks that need no weights."""
+    kind = kind.as_tuned(model, config) if config.as_is else kind
+    tokenizer = model.tokenizer(kind.must_read)
+    if remark := kind.check(model, tokenizer):
+        note(remark)
+    return kind, tokenizer
 
 
 def _planned(
@@ -184,15 +211,9 @@ def _planned(
     models = find_models(places, config.revision, untrained=config.untrained)
     if config.card:
         check_cards([model for model in models if not model.untrained], places)
-    tasks = [_read(config, name, session) for name in config.task]
-    if config.generation_given is not None and all(kind.generation is None for kind, _ in tasks):
-        titles = " and ".join(kind.task.title for kind, _ in tasks)
-        raise InvalidConfigError(
-            f"{config.generation_given} is about generated texts, and {titles} has none. Leave it out."
-        )
     trials = [
         trial
-        for kind, tracks in tasks
+        for kind, tracks in _tasks(config, session)
         for model in models
         for trial in _trials(config, model, kind=kind, tracks=tracks, out=out, note=session.progress.note)
     ]
@@ -296,11 +317,8 @@ def _trials(
     out: Path,
     note: Callable[[str], None],
 ) -> Iterator[_Trial]:
-    kind = kind.as_tuned(model, config) if config.as_is else kind
+    kind, tokenizer = _fitted(config, model, kind, note=note)
     task = kind.task
-    tokenizer = model.tokenizer(kind.must_read)
-    if remark := kind.check(model, tokenizer):
-        note(remark)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     tokenizer_sha256 = canonical_sha256(
         [tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, special]

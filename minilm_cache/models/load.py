@@ -439,6 +439,11 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     sizes, theirs = (
         {name: value.shape for name, value in each.state_dict().items()} for each in (alone, kept)
     )
+    if sizes.keys() == theirs.keys() and sizes != theirs:
+        raise TeacherError(
+            f"model family {family!r} has weights whose sizes depend on the number of layers, so that it "
+            "cannot be cut."
+        )
     if sizes != theirs or not _compute_the_same(alone, kept):
         raise TeacherError(
             f"layers of model family {family!r} depend on their places: layers "
@@ -455,4 +460,4 @@ def _compute_the_same(alone: PreTrainedModel, kept: PreTrainedModel) -> bool:
     ids = torch.arange(1, 1 + _SHORT)[None] % kept.config.vocab_size
     with library_errors(f"model family {kept.config.model_type!r} cannot be run with some of its layers"):
         own, theirs = (model.base_model(input_ids=ids, use_cache=False)[0] for model in (alone, kept))
-    return bool(torch.allclose(own, theirs, atol=1e-4, rtol=1e-3))
+    return bool(torch.allclose(own, theirs, atol=1e-4, rtol=1e-3, equal_nan=True))

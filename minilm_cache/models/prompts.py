@@ -107,6 +107,25 @@ def prompts_of(content: object, where: str) -> Prompts:
     return Prompts(dict(listed), default)
 
 
+def says(content: bytes | None, where: str) -> tuple[object, ...]:
+    """Return what a file says of prompts and similarity, so that two files can be compared.
+
+    Args:
+        content: content of the file. None means that there is none.
+        where: the file, for messages.
+
+    Raises:
+        TeacherError: the content does not describe prompts.
+    """
+    try:
+        document: object = {} if content is None else json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TeacherError(f"{where} is not JSON. Save the model again.") from error
+    prompts = prompts_of(document, where)
+    worded = {name: text for name, text in prompts.by_name.items() if text}
+    return worded, prompts.of_every_text, similarity_of(document, where)
+
+
 def chosen_prompt(folder: Path, *, name: str | None, text: str | None, has_default: bool) -> str | None:
     """Return the prompt that a teacher's texts get. None means none.
 

@@ -177,9 +177,12 @@ def reads_past_alone(config: PreTrainedConfig, folder: Path) -> bool:
 
 
 def _tiny_student(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a student of one layer with random weights, in evaluation mode."""
+    """Return a student of one layer with random weights, in evaluation mode.
+
+    Its states have several numbers, as two that a norm scales would be 1 and -1 whatever is read.
+    """
     heads = config.num_attention_heads
-    shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
+    shape = parse_arch(f"1x{8 * heads}", heads, compares_heads=False)
     tiny = shape_config(shape, config.to_dict(), config.model_type)
     model: PreTrainedModel = draw_weights(tiny, None, attention="sdpa").eval()
     return model

@@ -1,7 +1,7 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,13 +24,12 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import check_positions, draw_weights, load_model, read_config, refuse_segments
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler
-from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity
+from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity, says
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
 from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
-from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     PairTemplate,
@@ -45,7 +44,6 @@ from minilm_cache.storage_schema.manifest import (
     TOKENIZER_FILES,
 )
 from minilm_cache.storage_schema.states import PoolingMode
-from minilm_cache.store.checked import digest_bytes
 
 _LOADED_BYTES: Final = 4
 """Bytes of a weight while it is loaded, and of a row's scale in 8 bits: float32."""
@@ -205,16 +203,17 @@ class Teacher:
         prompts = Prompts({}, None) if leaves_prompts_out(self.folder) else self.prompts
         return prompts.to_json(similarity) if prompts.by_name or similarity is not None else None
 
-    def has_other_prompts(self, files: Mapping[str, FileDigest]) -> bool:
+    def has_other_prompts(self, stored: bytes | None) -> bool:
         """Return whether it declares other prompts, or another similarity, than one of its caches has.
 
         Args:
-            files: digests of the cache's files, by path.
+            stored: content of the cache's file of prompts. None means that it has none.
         """
-        own, known = self.prompts_file, files.get(TEACHER_PROMPTS)
-        if own is None:
-            return known not in (None, digest_bytes(Prompts({}, None).to_json()))
-        return known != digest_bytes(own)
+        try:
+            known = says(stored, TEACHER_PROMPTS)
+        except TeacherError:  # it is damaged, and is to be written again
+            return True
+        return says(self.prompts_file, str(self.folder)) != known
 
     @property
     def prompts(self) -> Prompts:

@@ -15,7 +15,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.settings import TruncateConfig
-from minilm_cache.store.durable import new_folder, refuse_existing, storage_errors
+from minilm_cache.store.durable import new_folder, prepare_new, storage_errors
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
     model, tokenizer = load_model(source.folder), load_tokenizer(source.folder, has_ends=False)
     depth = model.config.num_hidden_layers
     chosen = read_layers(config.layers, depth, "--layers", ascending=False)
-    refuse_existing(out)
+    prepare_new(out)
     with saving("write", out), new_folder(out) as folder:
         keep_layers(model, chosen).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

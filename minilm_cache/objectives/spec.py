@@ -147,6 +147,8 @@ class ObjectiveSpec:
             layer_map: the layer map of the run.
             teacher_layer: the one layer of the teacher, counted from 0. None means the layers of the map.
         """
+        if teacher_layer is None and layer_map == _OWN:
+            return self.learns_from.format(layers="the layers of a teacher that each objective maps to")
         if teacher_layer is None:
             return self.learns_from.format(layers=f"layers of a teacher mapped to their own (`{layer_map}`)")
         return self.learns_from.format(layers=f"layer {teacher_layer} of a teacher, counted from 0")

@@ -239,7 +239,7 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
         MiniLMCacheError: a folder holds no complete run, a cache or a student is damaged, or the teacher
             does not exist.
     """
-    places = dict.fromkeys(Path(folder).resolve() for folder in folders)
+    places = {Path(folder).resolve(): Path(folder) for folder in folders}.values()
     opened = {run.path.resolve(): run for place in places for run in open_runs(place)}
     runs = with_short_names(list(opened.values()))
     scores = {name: scored for place in places for name, scored in known_scores(place).items()}

@@ -26,7 +26,7 @@ from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of
 from minilm_cache.slicing.parts import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, prepare_new
 from minilm_cache.wording import Made
 
 _KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
@@ -80,7 +80,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
     layers = check_cut(shape, teacher_config, config.layers, option="--layers")
     if shape.seed is not None:
         raise InvalidConfigError(f"--arch {config.arch}: a slice is not drawn. Leave out :s{shape.seed}.")
-    refuse_existing(out)
+    prepare_new(out)
     fitted, checked = of_corpus(config, source.folder, num_tokens(teacher_config.hidden_size))
     check_text(sum(map(len, fitted)), shape.hidden_size)
     teacher, lacking = load_weights(source.folder)

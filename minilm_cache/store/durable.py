@@ -401,6 +401,12 @@ def refuse_unwritable(folder: Path) -> None:
             pass
 
 
+def prepare_new(out: Path, option: str = "--out") -> None:
+    """Refuse a file or folder that exists, and one that cannot be written, before long work."""
+    refuse_existing(out, option)
+    refuse_unwritable(out.parent)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed.

@@ -21,7 +21,7 @@ from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LOGITS, POOLED
-from minilm_cache.store.durable import new_file, new_folder, refuse_existing, remove_partials
+from minilm_cache.store.durable import new_file, new_folder, prepare_new, remove_partials
 from minilm_cache.store.layout import refuse_no_answers
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer
@@ -97,7 +97,7 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
     refuse_no_answers(cache, opened.manifest.identity, scores=False)
     pooled = opened.manifest.identity.pooled
     assert pooled is not None
-    refuse_existing(out, "OUT")
+    prepare_new(out, "OUT")
     width = pooled.width
     if opened.manifest.labels.role_column is not None or opened.manifest.identity.packing.prompt is not None:
         session.progress.note(
@@ -187,7 +187,7 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     refuse_no_answers(cache, manifest.identity, scores=True)
     num_classes = manifest.identity.num_classes
     assert num_classes is not None
-    refuse_existing(out, "OUT")
+    prepare_new(out, "OUT")
     schema = _schema_of_scores(opened, num_classes)
     session.progress.start("export", len(opened), "sequences")
     first_held_out = manifest.num_train

@@ -21,7 +21,7 @@ from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
-from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run, exported_bytes
+from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
 from minilm_cache.models.load import has_sides, load_model
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
@@ -29,7 +29,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import PoolingMode
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, prepare_new
 from minilm_cache.store.layout import CARD, MANIFEST
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import is_run
@@ -108,7 +108,7 @@ def export_model(
         StorageError: the folder cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    refuse_existing(out)
+    prepare_new(out)
     models = find_models([name], config.revision, untrained=False)
     if len(models) != 1:
         raise InvalidConfigError(
@@ -254,7 +254,7 @@ class _Export:
             source_sha256=model.sha256(),
             runtime=config.runtime,
             precision="int8" if config.int8 else "float32",
-            num_bytes=exported_bytes(folder, config.runtime),
+            num_bytes=Evaluated(name=model.name, folder=folder).num_bytes,
             bytes_before=model.num_bytes,
             fitted_to=len(fitted),
             judged_by=len(judged),

@@ -12,7 +12,7 @@ from minilm_cache.models.generation import TextGenerator
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import refuse_existing, refuse_unwritable, write_file
+from minilm_cache.store.durable import prepare_new, write_file
 from minilm_cache.wording import counted
 from minilm_cache.workflows.config import GenerateConfig
 
@@ -51,8 +51,7 @@ def generate(
         InterruptedRunError: a stop was requested.
     """
     if out is not None:
-        refuse_existing(out, "--out")
-        refuse_unwritable(out.parent)
+        prepare_new(out)
     sources = _sources(config, texts)
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, str(device))

@@ -23,7 +23,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import TrimConfig, asked_vocabulary
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, prepare_new
 from minilm_cache.wording import rendered
 
 _ASIDE: Final = 10
@@ -67,7 +67,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         InterruptedRunError: a stop was requested.
         StorageError: the folder cannot be written.
     """
-    refuse_existing(out)
+    prepare_new(out)
     asked = asked_vocabulary(config.vocab)
     source = locate_teacher(config.model, config.revision)
     prompts = read_prompts(source.folder).by_name.values()

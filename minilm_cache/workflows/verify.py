@@ -1,19 +1,21 @@
 """Verifies a cache: its files are what was committed, and its teacher still gives the same relations."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minilm_cache.dump.config import VerifyConfig
-from minilm_cache.errors import InvalidConfigError, VerificationError
+from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, VerificationError
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.reader import CacheReader, Segment
+from minilm_cache.store.reader import CacheReader, Segment, read_manifest
 from minilm_cache.store.urls import is_url
 from minilm_cache.store.verify import Verdict, default_threads, verify, verify_url
 
 if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
+    from minilm_cache.models.locate import TeacherSource
 
 _LISTED = 10
 """Most shards that a message lists."""
@@ -93,12 +95,15 @@ def verify_cache(
         remote = verify_url(str(path), session.home, full=config.full, session=session)
         return Verification(path=str(path), verdict=remote, again=None)
     path = Path(path)
+    teacher = _teacher(path, config)
     verdict = verify(
         path, full=config.full, num_threads=default_threads(), check_rows=_row_checker, session=session
     )
-    if config.teacher is None or verdict.damage:
+    if teacher is None or verdict.damage:
         return Verification(path=path, verdict=verdict, again=None)
-    return Verification(path=path, verdict=verdict, again=_again(path, config, session))
+    return Verification(
+        path=path, verdict=verdict, again=_again(path, config, teacher=teacher, session=session)
+    )
 
 
 def _row_checker(reader: CacheReader) -> Callable[[Segment], None]:
@@ -107,14 +112,26 @@ def _row_checker(reader: CacheReader) -> Callable[[Segment], None]:
     return row_checker(reader)
 
 
-def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
+def _teacher(path: Path, config: VerifyConfig) -> "TeacherSource | None":
+    """Find the teacher to run again, of the revision that the cache records. None means no teacher."""
+    if config.teacher is None:
+        return None
+    from minilm_cache.models.locate import MINI, locate_teacher  # noqa: PLC0415 - torch takes seconds
+
+    recorded = None
+    with suppress(MiniLMCacheError):  # what is damaged is told afterwards
+        labels = read_manifest(path).labels
+        is_of_hub = config.teacher != MINI and not Path(config.teacher).is_dir()
+        recorded = labels.revision if is_of_hub and Path(config.teacher).name == labels.teacher else None
+    return locate_teacher(config.teacher, config.revision or recorded)
+
+
+def _again(path: Path, config: VerifyConfig, *, teacher: "TeacherSource", session: Session) -> "Recheck":
     """Return what the teacher of a cache gives, run again, on the text if one is given."""
-    assert config.teacher is not None
     from minilm_cache.cache import open_cache  # noqa: PLC0415 - torch takes seconds
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - with it
     from minilm_cache.corpus.records import Roles  # noqa: PLC0415 - with it
     from minilm_cache.dump.recheck import recheck  # noqa: PLC0415 - with it
-    from minilm_cache.models.locate import MINI, locate_teacher  # noqa: PLC0415 - with it
     from minilm_cache.train.card import student_prompts  # noqa: PLC0415 - with it
 
     cache, text = open_cache(path), None
@@ -126,20 +143,18 @@ def _again(path: Path, config: VerifyConfig, session: Session) -> "Recheck":
     labels = cache.manifest.labels
     if config.corpus is not None:
         documents, roles = labels.documents or config.documents, None
+        is_recorded = Path(config.corpus).resolve().name == labels.corpus  # else its columns may be others
         if labels.role_column is not None:
             roles = Roles(labels.role_column, student_prompts(cache.reader).by_name)
         text = load_corpus(
             config.corpus,
-            config.text_column or labels.text_column,
+            config.text_column or (labels.text_column if is_recorded else None),
             documents,
             home=session.home,
             roles=roles,
             pair_columns=labels.pair_columns,
         )
         text = text.with_prompt(cache.manifest.identity.packing.prompt)
-    is_here = config.teacher == MINI or Path(config.teacher).is_dir()
-    revision = config.revision or (None if is_here else labels.revision)
-    teacher = locate_teacher(config.teacher, revision)
     return recheck(cache, teacher, corpus=text, device=config.device, session=session)
 
 

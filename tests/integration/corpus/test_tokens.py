@@ -322,3 +322,5 @@ def test_texts_with_prompts_and_pairs_are_those_of_dumps(world: World, command: 
     assert "tokenise" not in err, "it was done before"
     assert "own prompt q stands before each text" in command("tokenize", *texts)[2]
     command.fails("tokenize", *texts, "--prompt-name", "x", code=2, says="no such prompt")
+    both = ("--pair-columns", "text,other", "--prompt", "x ")
+    command.fails("tokenize", *texts, *both, code=2, says="not with --pair-columns")

@@ -54,6 +54,14 @@ def test_what_the_cache_records_of_teacher_and_text_is_repeated(
     command.fails(*words, "--revision", "main", code=3, says="the teacher's weights_sha256 differ")
     command.fails(*words, "--text-column", "text", code=3, says="the corpus differ")
     command.fails("verify", path, "--revision", "v1", code=2, says="go with --teacher")
+    (world.root / "hub/models--org--teacher/refs/main").unlink()
+    assert command(*words)[0] == 0, "the default revision is not asked for"
+    other = world.root / "other.jsonl"
+    other.write_text(
+        texts.read_text().replace('"body"', '"text2"').replace('"text"', '"no"').replace("text2", "text")
+    )
+    code, _, err = command("verify", path, "--teacher", "org/teacher", "--corpus", other)
+    assert code == 0, err
     _, out, _ = command("info", path)
     assert "v1" in out
     assert "of column body" in out

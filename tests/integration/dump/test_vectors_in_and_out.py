@@ -75,6 +75,8 @@ def test_unknown_words_and_both_texts_of_pairs_are_exported(world: World) -> Non
     rows = pq.read_table(world.root / "pairs.parquet").to_pylist()
     assert {row["second"] for row in rows} == {"hi [UNK]"}
     assert {row["first"][:5] for row in rows} == {"ba bo"}
+    with pytest.raises(CorpusError, match="holds vectors of pairs of texts"):
+        import_answers(ImportConfig(**settings | {"vectors": str(world.root / "pairs.parquet")}))
 
 
 def test_vectors_of_another_model_become_a_cache(world: World) -> None:
