@@ -37,6 +37,7 @@ from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_be
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import (
     NOT_OF_A_CHAIN,
+    RENAMED,
     ChainConfig,
     TaskStageConfig,
     check_task_stage,
@@ -76,7 +77,7 @@ class _Options(TaskStageConfig, ChainConfig):
         DumpConfig: NOT_OF_A_CHAIN,
         TrainConfig: ("own_labels", "label_column"),  # a chain has no labels, and a task has its own
     },
-    rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
+    rename={DumpConfig: RENAMED},
     may_lack=True,
     common=(
         *("teacher", "corpus", "assistants", "arch", "objective", "preset", "steps", "epochs"),

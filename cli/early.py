@@ -97,12 +97,6 @@ def refuse_no_extra(*extras: str, for_what: str) -> None:
             )
 
 
-def refuse_no_tracker(name: str) -> None:
-    """Raise InvalidConfigError if the package of a tracker is not installed."""
-    if name != "none" and importlib.util.find_spec(name) is None:
-        raise InvalidConfigError(f"--tracker {name} is not installed. Install it: `pip install {name}`.")
-
-
 def refuse_missing(
     *,
     teacher: str | None = None,

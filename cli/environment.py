@@ -12,10 +12,12 @@ from minilm_cache.store.urls import is_url
 
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-"""Variables of the rank, of the world size and, where the first rank may not be 0, of the first rank."""
+"""Variables of the rank, of the world size and, where the first rank may not be 0, of the first rank and of
+the distance of two ranks."""
 
 
 def settle_process(arguments: Sequence[str]) -> None:
@@ -106,7 +108,12 @@ def rank_and_world_size(rank: int | None, world_size: int | None, session: Sessi
         values = [os.environ.get(name) for name in names]
         if all(value is not None and value.isdecimal() for value in values):
             rank, world_size, *first = (int(value or 0) for value in values)
-            rank -= first[0] if first else 0
+            rank = (rank - (first[0] if first else 0)) // (first[1] if len(first) > 1 and first[1] else 1)
+            if rank >= world_size:
+                raise InvalidConfigError(
+                    f"{' and '.join(names)} make this rank {rank} of {world_size}. Give --rank and "
+                    "--world-size."
+                )
             if world_size > 1:
                 session.progress.note(f"rank {rank} of {world_size}, from {' and '.join(names)}")
             return rank, world_size

@@ -11,7 +11,6 @@ from minilm_cache.cli.early import (
     refuse_files,
     refuse_missing,
     refuse_no_labels,
-    refuse_no_tracker,
     refuse_run_of_others,
     refuse_unserved,
 )
@@ -28,7 +27,7 @@ from minilm_cache.cli.options import (
 from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.train.config import TrainConfig, describe_preset, with_preset
+from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_tracker, with_preset
 from minilm_cache.train.record import FEW_HELD_OUT, StudentRecord
 from minilm_cache.wording import counted
 

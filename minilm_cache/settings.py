@@ -12,7 +12,7 @@ from contextlib import suppress
 from decimal import Decimal
 from os import PathLike
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -211,8 +211,15 @@ class SequenceSettings(CorpusSettings):
         return self
 
 
-def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
+def validated(
+    model: type[Settings], values: Mapping[str, Any], options: Mapping[str, str] = MappingProxyType({})
+) -> Settings:
     """Build settings from values by name.
+
+    Args:
+        model: class of the settings.
+        values: the values.
+        options: names of options, without dashes, of settings whose options are called otherwise.
 
     Raises:
         InvalidConfigError: a value is out of range, or settings contradict each other. The message names the
@@ -224,7 +231,8 @@ def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
         problem, message = first_problem(error, model)
         if not problem["loc"]:
             raise InvalidConfigError(message + ".") from error
-        option = "--" + str(problem["loc"][0]).replace("_", "-")
+        name = str(problem["loc"][0])
+        option = "--" + options.get(name, name).replace("_", "-")
         message = message[0].lower() + message[1:]
         given = problem["input"]
         value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given

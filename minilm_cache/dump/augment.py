@@ -36,7 +36,7 @@ from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.models.tokenizer import load_tokenizer, mask_token
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import new_file, prepare_new, remove_partials, storage_errors
+from minilm_cache.store.durable import new_file, prepare_new, remove_left_of, storage_errors
 
 _MAX_WORDS = 2**14
 """Number of most frequent words of the corpus among which nearest words are searched."""
@@ -124,7 +124,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     )
     names, num_lines = ("text",) if config.pair_columns is None else ("first", "second"), 0
     session.progress.start("augment", corpus.identity.num_documents, "documents")
-    remove_partials(out)
+    remove_left_of(out)
     with storage_errors("write", out), new_file(out) as file:
         for number, text in enumerate(corpus.texts()):
             session.stop_if_asked("interrupted: nothing was written. Run the same command again.")

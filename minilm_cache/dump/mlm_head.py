@@ -93,7 +93,7 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
     session.progress.start("fit head", steps * config.batch_size, "sequences")
     _train(tapped, reader.epochs(sequences.num_train, config), lr=config.lr, steps=steps, session=session)
     cross_entropy, accuracy = _measure(tapped, reader, numbers=_checked(sequences), config=config)
-    with saving("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out, replaces=False) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         try:

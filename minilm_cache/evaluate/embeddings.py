@@ -243,7 +243,7 @@ def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
 
 def _save(encoder: SentenceTransformer, path: Path, source: Path) -> None:
     """Write a model with its pooling, and the card of the folder that it comes from."""
-    with saving("write model", path), new_folder(path) as folder:
+    with saving("write model", path), new_folder(path, replaces=False) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
         if (source / CARD).is_file():
             (folder / CARD).write_bytes(bounded_bytes(source / CARD, 2**20))

@@ -64,7 +64,7 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
     depth = model.config.num_hidden_layers
     chosen = read_layers(config.layers, depth, "--layers", ascending=False)
     prepare_new(out)
-    with saving("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out, replaces=False) as folder:
         keep_layers(model, chosen).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_pooling(source.folder, folder, model.config)

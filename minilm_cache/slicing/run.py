@@ -106,7 +106,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
         errors=tuple(errors),
         kl=kl,
     )
-    with saving("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out, replaces=False) as folder:
         student.save_pretrained(folder)
         load_tokenizer(source.folder).save_pretrained(folder)
         try:

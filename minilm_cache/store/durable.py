@@ -355,6 +355,11 @@ def remove_partials(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def remove_left_of(path: Path) -> None:
+    """Remove what killed writers of a file or folder have left next to it; what is being written stays."""
+    remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"))
+
+
 def remove_abandoned(partials: Iterable[Path]) -> None:
     """Remove partial files and folders whose writers were killed: the lock of a writer ends with it."""
     for partial in partials:
@@ -381,7 +386,7 @@ def _hold(opened: int) -> None:
 def refuse_existing(out: Path, option: str = "--out") -> None:
     """Raise InvalidConfigError for a file or folder that exists, and for a URL."""
     refuse_url(out, option)
-    if out.exists():
+    if os.path.lexists(out):  # also a link to nowhere
         raise InvalidConfigError(f"{out} exists. Choose another {option}.")
 
 
@@ -408,13 +413,20 @@ def prepare_new(out: Path, option: str = "--out") -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed.
 
     What a killed process has left of such a folder is removed, too.
+
+    Args:
+        path: the folder.
+        replaces: whether what is at `path` in the end may be replaced.
+
+    Raises:
+        InvalidConfigError: something is there in the end, and it may not be replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"))
+    remove_left_of(path)
     temporary = _temporary_name(path)
     temporary.mkdir()
     opened = os.open(temporary, os.O_RDONLY)
@@ -428,6 +440,8 @@ def new_folder(path: Path) -> Iterator[Path]:
                 entry.chmod(stat.S_IMODE(entry.stat().st_mode) | shared)
                 sync_file(entry)
         sync_directories(entry for entry in written if entry.is_dir())
+        if not replaces:
+            refuse_existing(path)
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)

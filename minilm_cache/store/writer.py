@@ -284,7 +284,7 @@ class CacheWriter:
         if lock is None:
             raise ShardBusyError(
                 f"shard {shard} of {self.root} is being written by another process. "
-                "Wait for it. Processes that share a dump each have their own --rank."
+                "Wait for it. Where processes share a `dump`, each has its own --rank."
             )
         return lock
 

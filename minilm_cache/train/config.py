@@ -1,5 +1,6 @@
 """Settings of a training, apart from its cache and the folder of its run, and recipes by name."""
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -168,6 +169,12 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
             raise ValueError("--compile and --gradient-checkpointing exclude each other")
         refuse_same_shapes(self.arch, self.seed)
         return self
+
+
+def refuse_no_tracker(name: str) -> None:
+    """Raise InvalidConfigError if the package of a tracker is not installed."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise InvalidConfigError(f"--tracker {name} is not installed. Install it: `pip install {name}`.")
 
 
 def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:

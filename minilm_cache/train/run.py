@@ -25,7 +25,8 @@ from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, storage_errors
-from minilm_cache.store.urls import place_of, without_secrets
+from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.urls import is_url, place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer, save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
@@ -321,6 +322,9 @@ class _Run:
         ranks.barrier()  # now the first process holds the lock of the folder
         earlier = read_record(folder.path, self.identity)
         ranks.barrier()  # no process writes before all have read the record
+        if earlier is not None and self._has_moved(earlier.cache):
+            earlier = earlier.model_copy(update={"cache": self.place})
+            self._write(earlier)
         if earlier is not None and earlier.complete and not self._lost(earlier, session):
             session.progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
@@ -369,6 +373,10 @@ class _Run:
             )
             tokens_per_s = loop.run(self.batches(graphs), plan)
         return self._result(self.finish(record, trainers, state), tokens_per_s)
+
+    def _has_moved(self, known: str) -> bool:
+        """Return whether the folder that the record names as the cache is one no more."""
+        return known != self.place and not is_url(known) and not (Path(known) / MANIFEST).is_file()
 
     def _lost(self, record: RunRecord, session: Session) -> bool:
         """Return whether students of the complete run are gone, and can be written from its last state.

@@ -38,12 +38,13 @@ from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import (
     NEEDS_OF_CHAINS,
     NOT_OF_A_CHAIN,
+    RENAMED,
     ChainConfig,
     naming_settings,
     refuse_lacking,
     refuse_other_objective,
 )
-from minilm_cache.workflows.stages import cache_state, check_student, run_state
+from minilm_cache.workflows.stages import cache_state, check_student, check_training, run_state
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Source
 
 SETTINGS_FILE = "settings.json"
@@ -165,7 +166,7 @@ def _settings(
     except ValidationError as error:
         place = first_problem(error, model)[0]["loc"]
         if source is None or (place and place[0] in given):
-            return validated(model, values)
+            return validated(model, values, RENAMED if section == "dump" else {})
         return source.check(model, values, {"": (section,)})
 
 
@@ -247,6 +248,8 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
     teacher = read_config(source.folder)
+    if here:
+        check_training(config.train, config.dump, depth=teacher.num_hidden_layers)
     heads = teacher.num_attention_heads
     for arch in config.assistants:
         teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True)
@@ -278,10 +281,6 @@ def _check_init(config: TrainConfig) -> None:
         raise InvalidConfigError(
             f"--init {config.init}: the stages of a chain have different teachers, and no folder fits all of "
             f"them. Give {RANDOM} or {', '.join(FROM_TEACHER)}, or dump and train stage by stage."
-        )
-    if config.init == RANDOM and config.frozen == "embeddings":
-        raise InvalidConfigError(
-            "--frozen embeddings goes with weights of the teacher, not with --init random. Leave one out."
         )
     if config.vocab is not None:
         raise InvalidConfigError(

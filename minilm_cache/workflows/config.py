@@ -59,6 +59,10 @@ NOT_OF_A_CHAIN: Final = frozenset({"rank", "world_size", "serve", "for", *StateS
 """Settings of a dump that a chain sets itself: torchrun sets ranks, a cache stores what students learn."""
 
 
+RENAMED: Final = {"batch_size": "dump_batch_size", "precision": "dump_precision"}
+"""Options of a dump in a chain that trainings have, too."""
+
+
 class ChainConfig(FrozenSettings):
     """Settings of a chain of teacher, assistants and students."""
 

@@ -21,7 +21,7 @@ from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LOGITS, POOLED
-from minilm_cache.store.durable import new_file, new_folder, prepare_new, remove_partials
+from minilm_cache.store.durable import new_file, new_folder, prepare_new, remove_left_of
 from minilm_cache.store.layout import refuse_no_answers
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import cached_tokenizer
@@ -105,7 +105,7 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
             "file has no prompts: its students' texts must begin with them, too"
         )
     session.progress.start("export", len(opened), "sequences")
-    remove_partials(out)
+    remove_left_of(out)
     with (
         saving("write", out),
         new_file(out) as file,
@@ -193,7 +193,7 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     first_held_out = manifest.num_train
     numbers = {"train": range(first_held_out), "validation": range(first_held_out, len(opened))}
     files = {split: file for split, file in FILES.items() if len(numbers[split])}
-    with saving("write", out), new_folder(out) as new:
+    with saving("write", out), new_folder(out, replaces=False) as new:
         (new / "data").mkdir()
         for split, file in files.items():
             rows = _rows_of_scores(opened, numbers[split], schema, session=session)

@@ -142,7 +142,7 @@ def export_model(
             f"--corpus: only {len(judged)} of its texts differ from those that the export is fitted to, and "
             f"at least {_FEWEST // 2} have to judge it. Give another --corpus."
         )
-    with saving("write", out), new_folder(out) as new:
+    with saving("write", out), new_folder(out, replaces=False) as new:
         return export.write(fitted, judged, new, out=out)
 
 

@@ -8,12 +8,13 @@ from transformers import PreTrainedConfig
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.config import split_into
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import RANDOM, TrainConfig, refuse_no_tracker
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.record import load_record
@@ -79,6 +80,39 @@ def check_student(
     student = shape_config(shape, teacher.to_dict(), teacher.model_type)
     check_beginning(config, shape, teacher)
     return student
+
+
+def check_training(config: TrainConfig, dump: DumpConfig | None = None, *, depth: int = 0) -> None:
+    """Check what the settings of a training say without its cache, before anything is dumped.
+
+    Args:
+        config: settings of the training.
+        dump: settings of the dump of its cache. None means that the cache is there, and is asked itself.
+        depth: layers of the teacher that is dumped.
+
+    Raises:
+        InvalidConfigError: settings contradict each other, or need what the cache will not hold.
+        TeacherError: the donor does not exist.
+    """
+    refuse_no_tracker(config.tracker)
+    if config.init == RANDOM and config.frozen == "embeddings":
+        raise InvalidConfigError(
+            "--frozen embeddings goes with weights of the teacher, not with --init random. Leave one out."
+        )
+    if config.init_teacher is not None:
+        locate_teacher(config.init_teacher, without_weights=True)
+    if dump is None:
+        return
+    if config.batches == "by-query" and dump.pair_columns is None:
+        raise InvalidConfigError(
+            "--batches by-query is for pairs of texts, and single ones are dumped. Leave it out."
+        )
+    stored = range(depth) if dump.layers == "all" else (depth - 1,) if dump.layers == "last" else dump.layers
+    if config.teacher_layer is not None and config.teacher_layer not in stored:
+        raise InvalidConfigError(
+            f"--teacher-layer {config.teacher_layer}: the dump stores layer {', '.join(map(str, stored))}. "
+            "Give one of these, or dump others with --layers."
+        )
 
 
 def assistants_dump(of_teacher: DumpConfig, assistant: Path, *, first: Path, out: Path) -> DumpConfig:

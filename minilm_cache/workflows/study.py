@@ -48,7 +48,7 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
 from minilm_cache.train.vocabulary import listed_name
-from minilm_cache.workflows.stages import assistants_dump, check_student
+from minilm_cache.workflows.stages import assistants_dump, check_student, check_training
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -445,6 +445,9 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
         if planned.cache == name:
             if here:
                 choose_device(planned.config.device)
+                with study.located(("train",)):
+                    dumped = cache if isinstance(cache, DumpConfig) else None
+                    check_training(planned.config, dumped, depth=config.num_hidden_layers)
             _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
             check_also(planned.config.also, home=home)
             if opened is not None:

@@ -17,12 +17,13 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import CorpusError, IdentityMismatchError, first_line
+from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.device import choose_device
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
@@ -31,11 +32,13 @@ from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.initial import model_folder
+from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import TrainResult, train_students
-from minilm_cache.workflows.config import TaskStageConfig, evaluation_of
+from minilm_cache.workflows.config import RENAMED, TaskStageConfig, evaluation_of
 from minilm_cache.workflows.further_pairs import encoder_of_pairs, other_classes, write_further_pairs
+from minilm_cache.workflows.stages import check_student, check_training
 
 TEXTS, COPIES, MINED = "texts.jsonl", "augmented.jsonl", "mined.jsonl"
 CACHE, RUN, TRIALS = "cache", "run", "evaluations"
@@ -82,9 +85,10 @@ def run_task_stage(
         IdentityMismatchError: the folder is of another stage.
         MiniLMCacheError: see the functions of dumps, trainings and evaluations.
     """
+    refuse_ranks("a task stage", "it has made")
     assert config.task is not None
-    shared = {name: dump[name] for name in ("max_length", "device", "revision") if name in dump}
-    evaluating = evaluation_of(config, shared)
+    shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
+    evaluating = evaluation_of(config, {**shared, "revision": dump.get("revision")})
     task, examples = text_task(evaluating, config.task, session)
     examples = _with_text(sample_examples(examples, config.max_train), config.task, session)
     teacher = str(dump["teacher"])
@@ -101,21 +105,21 @@ def run_task_stage(
         own = {"own_labels": str(out / (TEXTS if config.mine is None else MINED))}
     training = _training(config, {**train, **own}, len(of_teacher))
     _refuse_shapes(training.arch, teacher, dump.get("revision"), begun=config.student)
+    _check_training(training, teacher, dump.get("revision"), is_pair=is_pair)
     refuse_file(out)
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
-    _write_texts(config, examples, out, labels=labels)
-    corpus = _with_more(config, examples, encoder, out=out, session=session, more={**columns, **shared})
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
     stored = {"for": served} if config.intermediate else {"codec": "none", "logits": True}
-    packing = "pairs" if is_pair else "records"
-    dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
-    dump_cache(dumping, out=out / CACHE, session=session)
+    settings = {**dump, **columns, **stored, "packing": "pairs" if is_pair else "records"}
+    planned = validated(DumpConfig, settings, RENAMED)  # before anything is written
+    _write_texts(config, examples, out, labels=labels, max_length=planned.max_length)
+    corpus = _with_more(config, examples, encoder, out=out, session=session, more={**columns, **shared})
+    dump_cache(planned.with_changes(corpus=str(corpus)), out=out / CACHE, session=session)
     if encoder is not None and config.augment is None and len(of_teacher) > 1:
         for remark in other_classes(open_cache(out / CACHE), len(examples), of_teacher):
             session.progress.note(remark)
     run = train_students(training, out / CACHE, out=out / RUN, session=session)
-    models = [teacher, str(run.path)]
-    evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
+    evaluation = evaluate_models(evaluating, [teacher, str(run.path)], out=out / TRIALS, session=session)
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
 
 
@@ -146,6 +150,20 @@ def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, b
             model_folder(Path(begun), parsed.arch, "--student")
 
 
+def _check_training(training: TrainConfig, teacher: str, revision: str | None, *, is_pair: bool) -> None:
+    """Check the settings of the training before texts are written; what is dumped follows from the task."""
+    check_parts(training)
+    choose_device(training.device)
+    if training.batches == "by-query" and not is_pair:
+        raise InvalidConfigError(
+            "--batches by-query is for pairs of texts, and these are single ones. Leave it out."
+        )
+    check_training(training)
+    config = read_config(locate_teacher(teacher, revision, without_weights=True).folder)
+    for arch in training.arch:
+        check_student(training, arch, config, heads=config.num_attention_heads)
+
+
 def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: int) -> TrainConfig:
     """Return the settings of the training: one objective, or the teacher's layers first.
 
@@ -162,7 +180,12 @@ def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: in
 
 
 def _write_texts(
-    config: TaskStageConfig, examples: Sequence[TextExample], out: Path, *, labels: Sequence[str] | None
+    config: TaskStageConfig,
+    examples: Sequence[TextExample],
+    out: Path,
+    *,
+    labels: Sequence[str] | None,
+    max_length: int,
 ) -> None:
     """Write the texts of examples once, with their labels only if students learn these.
 
@@ -172,14 +195,17 @@ def _write_texts(
         out: folder of the stage.
         labels: the teacher's names of the task's classes, empty for values on a scale. None means that labels
             stay out.
+        max_length: most tokens that are read of a text, also where copies and further pairs are made.
 
     Raises:
-        IdentityMismatchError: the folder has the texts of another stage.
+        IdentityMismatchError: the folder has the texts of another stage, or is not empty.
         StorageError: the folder cannot be written to.
     """
     mined = {"mine", "mined"} if config.mine is not None else set()
     stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"} | mined)
     stated["label_weight"] = True if labels is not None else None
+    if config.augment is not None or config.mine is not None:
+        stated["max_length"] = max_length
     for option, name in _MADE_BY.items():
         model = getattr(config, option)
         if model is not None:
@@ -190,6 +216,7 @@ def _write_texts(
         if (out / _STATED).exists():
             _refuse_other(out, stated, content)
             return
+        _refuse_foreign(out, content)
         with new_file(file) as opened:
             opened.write(content)
         with new_file(out / _STATED) as opened:
@@ -207,12 +234,22 @@ def _lines(examples: Sequence[TextExample], labels: Sequence[str] | None) -> Ite
         yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
+def _refuse_foreign(out: Path, texts: bytes) -> None:
+    """Raise IdentityMismatchError where a folder without a stage holds more than this one's beginning."""
+    others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.name != TEXTS]
+    if others or ((out / TEXTS).exists() and (out / TEXTS).read_bytes() != texts):
+        raise IdentityMismatchError(
+            f"{out} is not empty, and holds no task stage ({(others or [TEXTS])[0]}). Choose another --out."
+        )
+
+
 def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None:
     """Raise IdentityMismatchError where a folder is of another stage, or of other texts."""
     try:
         known = json.loads(read_bounded(out / _STATED, _MAX_BYTES))
-        # Stages of earlier releases do not say which weights made their copies.
-        compared = [name for name in {**stated, **known} if name not in _MADE_BY.values() or name in known]
+        # Stages of earlier releases do not say which weights made their copies, and of which length.
+        later = {*_MADE_BY.values(), "max_length"}
+        compared = [name for name in {**stated, **known} if name not in later or name in known]
         other = [name for name in compared if known.get(name) != stated.get(name)]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise IdentityMismatchError(

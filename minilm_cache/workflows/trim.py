@@ -97,7 +97,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         parameters_before=model.num_parameters() + num_map_weights(source.folder),
         coverage=coverage,
     )
-    with saving("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out, replaces=False) as folder:
         smaller.save_pretrained(folder)
         pieces.trimmed(kept).save_pretrained(folder)
         copy_pooling(source.folder, folder, smaller.config)

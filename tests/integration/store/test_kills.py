@@ -75,6 +75,8 @@ def committed(path: Path) -> dict[str, str]:
 def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(
     world: World, codec: str, soak: int
 ) -> None:
+    if soak == 1 and codec == "topk":
+        pytest.skip("codes of `vectors` are more to lose; both codecs are tried with --soak")
     world.corpus.write_text(world.corpus.read_text() * 4)
     settings = {"codec": codec, "batch_size": 2}
     expected = arrays_of(world.dump("whole", **settings).path)

@@ -180,6 +180,13 @@ def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> 
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, 3),
         ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "4"}, 2),
+        (
+            {
+                f"SLURM_ARRAY_TASK_{name}": n
+                for name, n in (("ID", "20"), ("COUNT", "3"), ("MIN", "0"), ("STEP", "10"))
+            },
+            2,
+        ),
         ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 6),
     ],

@@ -430,3 +430,13 @@ def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tm
         other = result.record.identity.model_copy(update={name: value})
         with pytest.raises(IdentityMismatchError, match=hint):
             read_record(tmp_path / "run", other)
+
+
+def test_a_run_knows_where_its_cache_was_moved_to(world: World) -> None:
+    moved = world.dump().path
+    result = go(world, steps=4)
+    moved.rename(world.root / "moved")
+    again = train_students(
+        settings(steps=4), world.root / "moved", out=result.path, session=Session(world.home)
+    )
+    assert again.record.cache == load_record(result.path).cache == str(world.root / "moved")

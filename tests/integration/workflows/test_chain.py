@@ -393,10 +393,14 @@ def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world:
         (("--init-teacher", "mini"), "each stage of a chain takes its students from its own teacher"),
         (("--init", "slice", "--arch", "3x32"), "--arch 3x32: more layers than the teacher's 2"),
         (("--init", "teacher-layers"), "the teacher's layers have width 32 and 4 heads"),
+        (("--tracker", "wandb"), "--tracker wandb is not installed"),
+        (("--teacher-layer", 9), "--teacher-layer 9: the dump stores layer 2"),
+        (("--batches", "by-query"), "--batches by-query is for pairs of texts"),
+        (("--dump-batch-size", 0), "--dump-batch-size 0: give at least 1"),
     ],
 )
-def test_initial_weights_that_do_not_fit_every_stage_are_refused(
-    world: World, command: Command, changes: tuple[str, ...], says: str
+def test_what_does_not_fit_every_stage_is_refused(
+    world: World, command: Command, changes: tuple[object, ...], says: str
 ) -> None:
     command.fails(*arguments(world, *changes), code=2, says=says)
     assert not (world.root / "chain").exists()

@@ -139,9 +139,11 @@ def test_measured_by_every_command_that_measures_vectors(
 
 @pytest.mark.parametrize(("family", "form"), [("bert", FORMS[1]), ("roberta", FORMS[3])])
 def test_cross_encoders_keep_their_scores(
-    family: str, form: tuple[str, ...], tmp_path: Path, command: Command, world: World
+    family: str, form: tuple[str, ...], tmp_path: Path, command: Command, *, world: World, soak: int
 ) -> None:
     """With the sides of pairs, where the family tells them apart; as CrossEncoder scores them."""
+    if soak == 1 and family == "roberta":
+        pytest.skip("a model without sides is exported in other tests, too; tried with --soak")
     scorer = save_teacher(tmp_path / "scorer", family, head="sequences", num_labels=1)
     if family == "bert":
         file = scorer / "tokenizer_config.json"

@@ -149,6 +149,25 @@ def test_files_that_have_changed_since_a_pass_are_seen_before_another_one_trains
     assert not list((world.root / "shapes/runs").glob("*-s0*"))
 
 
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ("tracker: wandb", "wandb is not installed"),
+        ("teacher_layer: 9", "the dump stores layer 2"),
+        ("batches: by-query", "for pairs of texts"),
+        ("init: random, frozen: embeddings", "not with --init random"),
+        ("init_teacher: nowhere", "nowhere"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused_before_anything_is_made(
+    world: World, command: Command, train: str, says: str
+) -> None:
+    study = document(world, train=f" {{steps: 2, device: cpu, {train}}}")
+    for words in (("--dry-run",), ()):
+        command.fails("study", study, *words, code=2, says=says)
+    assert not (world.root / "shapes" / "caches").exists()
+
+
 def test_texts_longer_than_the_teacher_reads_are_refused_before_it_is_dumped(
     world: World, command: Command
 ) -> None:

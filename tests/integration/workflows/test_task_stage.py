@@ -198,7 +198,9 @@ def test_the_teacher_that_is_scored_is_the_one_that_was_dumped(
     snapshots = write_revisions(tmp_path / "hub", head="sequences", num_labels=2)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     words = ("--task", "sst2", "--data", tmp_path / "glue")
-    found = stage(command, tmp_path, *words, "--teacher", "org/teacher", "--revision", "v1", "--steps", 2)
+    masker = save_teacher(tmp_path / "masker", head="tokens")  # which has no revisions
+    copies = ("--augment", masker, "--copies", 1, "--steps", 2)
+    found = stage(command, tmp_path, *words, "--teacher", "org/teacher", "--revision", "v1", *copies)
     assert found["summaries"][0]["model"] == "org/teacher"
     trials = map(json.loads, (file.read_text() for file in (tmp_path / "stage").rglob("trial.json")))
     (of_teacher,) = (trial for trial in trials if trial["model"] == "org/teacher")
@@ -209,6 +211,31 @@ def test_the_teacher_that_is_scored_is_the_one_that_was_dumped(
         (alone,) = evaluated(command, snapshots / (str(seed) * 40), *words, *as_is)["trials"]
         same = alone["identity"]["model_sha256"] == of_teacher["identity"]["model_sha256"]
         assert same is (seed == 1)
+
+
+def test_what_a_task_stage_refuses_leaves_its_folder_alone(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_glue(tmp_path / "glue")
+    answers, out = save_teacher(tmp_path / "answers", head="sequences", num_labels=2), tmp_path / "stage"
+    task = ("--task", "sst2", "--data", tmp_path / "glue", "--teacher", answers)
+    words = ("chain", "--out", out, *SHORT, *task)
+    for more, says in (
+        (("--tracker", "wandb"), "wandb is not installed"),
+        (("--accumulate", 3), "does not divide into 3 parts"),
+        (("--batches", "by-query"), "for pairs of texts"),
+        (("--init", "slice", "--init-layers", "0,9"), "--init-layers"),
+        (("--dump-batch-size", 0), "--dump-batch-size 0: give at least 1"),
+    ):
+        command.fails(*words, *more, code=2, says=says)
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        command.fails(*words, code=2, says="a task stage runs in one process")
+    assert not out.exists()
+    out.mkdir()
+    (out / "texts.jsonl").write_text("mine")
+    command.fails(*words, code=1, says=("is not empty", "holds no task stage"))
+    assert (out / "texts.jsonl").read_text() == "mine"
 
 
 def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:

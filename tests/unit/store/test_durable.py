@@ -26,6 +26,7 @@ from minilm_cache.store.durable import (
     refuse_existing,
     refuse_file,
     remove_abandoned,
+    remove_left_of,
     storage_errors,
     sync_directories,
     write_file,
@@ -336,3 +337,36 @@ def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tm
         assert names == {written.name, file.name, ".file.1.partial", ".file.2.partial"}
     assert (tmp_path / "out").is_dir()
     assert (tmp_path / "file").is_file()
+
+
+def test_what_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    """Two processes may write one file, and the later one removes what killed ones have left."""
+    target = tmp_path / "made[1]"
+    killed = tmp_path / ".made[1].killed.partial"
+    killed.touch()
+    with new_file(target) as file:
+        (partial,) = (path for path in tmp_path.iterdir() if path != killed)
+        for each in (partial, killed):
+            os.utime(each, (0, 0))
+        remove_left_of(target)
+        assert partial.exists()
+        assert not killed.exists()
+        file.write(b"whole")
+    assert target.read_bytes() == b"whole"
+
+
+def test_a_new_folder_replaces_nothing_that_has_come_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+
+    def make() -> None:
+        with new_folder(path, replaces=False):
+            path.mkdir()
+            (path / "of another").touch()
+
+    with pytest.raises(InvalidConfigError, match="exists"):
+        make()
+    assert [file.name for file in path.iterdir()] == ["of another"]
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InvalidConfigError):
+        refuse_existing(link)
