@@ -17,7 +17,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError, first_line
+from minilm_cache.errors import CorpusError, IdentityMismatchError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
@@ -105,13 +105,13 @@ def run_task_stage(
         own = {"own_labels": str(out / (TEXTS if config.mine is None else MINED))}
     training = _training(config, {**train, **own}, len(of_teacher))
     _refuse_shapes(training.arch, teacher, dump.get("revision"), begun=config.student)
-    _check_training(training, teacher, dump.get("revision"), is_pair=is_pair)
-    refuse_file(out)
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
     stored = {"for": served} if config.intermediate else {"codec": "none", "logits": True}
     settings = {**dump, **columns, **stored, "packing": "pairs" if is_pair else "records"}
-    planned = validated(DumpConfig, settings, RENAMED)  # before anything is written
+    planned = validated(DumpConfig, settings, RENAMED)
+    _check_training(training, planned)
+    refuse_file(out)
     _write_texts(config, examples, out, labels=labels, max_length=planned.max_length)
     corpus = _with_more(config, examples, encoder, out=out, session=session, more={**columns, **shared})
     dump_cache(planned.with_changes(corpus=str(corpus)), out=out / CACHE, session=session)
@@ -150,16 +150,12 @@ def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, b
             model_folder(Path(begun), parsed.arch, "--student")
 
 
-def _check_training(training: TrainConfig, teacher: str, revision: str | None, *, is_pair: bool) -> None:
-    """Check the settings of the training before texts are written; what is dumped follows from the task."""
+def _check_training(training: TrainConfig, dump: DumpConfig) -> None:
+    """Check the settings of the training, and of the dump before it, before texts are written."""
     check_parts(training)
     choose_device(training.device)
-    if training.batches == "by-query" and not is_pair:
-        raise InvalidConfigError(
-            "--batches by-query is for pairs of texts, and these are single ones. Leave it out."
-        )
-    check_training(training)
-    config = read_config(locate_teacher(teacher, revision, without_weights=True).folder)
+    config = read_config(locate_teacher(dump.teacher, dump.revision, without_weights=True).folder)
+    check_training(training, dump, depth=config.num_hidden_layers)
     for arch in training.arch:
         check_student(training, arch, config, heads=config.num_attention_heads)
 

@@ -119,7 +119,7 @@ def _teacher(path: Path, config: VerifyConfig) -> "TeacherSource | None":
     from minilm_cache.models.locate import MINI, locate_teacher  # noqa: PLC0415 - torch takes seconds
 
     recorded = None
-    with suppress(MiniLMCacheError):  # what is damaged is told afterwards
+    with suppress(MiniLMCacheError):  # damage is reported by the checks
         labels = read_manifest(path).labels
         is_of_hub = config.teacher != MINI and not Path(config.teacher).is_dir()
         recorded = labels.revision if is_of_hub and Path(config.teacher).name == labels.teacher else None
