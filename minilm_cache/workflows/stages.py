@@ -1,4 +1,4 @@
-"""What chains and studies have in common: how far their caches and runs are, and their assistants."""
+"""What chains, studies, searches and stages of a task share: states of caches and runs, and early checks."""
 
 from pathlib import Path
 from typing import Final
