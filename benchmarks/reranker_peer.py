@@ -1,72 +1,115 @@
-"""Measure a student of a reranker's scores by this project and by sentence-transformers, from one cache.
+"""Measure a student of a reranker's scores by this project and by sentence-transformers, on the same batches.
 
-    python -m benchmarks.reranker_peer --home DIR
+    python -m benchmarks.reranker_peer --data DATA --home DIR
 
-`DIR` is the home of `python -m benchmarks.rerankers`. One `3x384` is trained by `score` from the cache, and
-by `CrossEncoderTrainer` with `MSELoss` from a data set of the same texts and scores: the same weights to
-begin with, batch, steps, rate, schedule and precision, but batches in another order. One seed.
+`DIR` is the home of `python -m benchmarks.rerankers`, which makes what is missing. One `3x384` that knows the
+teacher's relations is trained by `score` from the cache, and by `CrossEncoderTrainer` with `MSELoss` on the
+same pairs in the same order: the same weights to begin with, steps, rate, schedule, optimizer and precision.
+The cache is compared with the data set that is exported from it. One seed.
 """
 
 import argparse
+import json
 import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset
+from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.cross_encoder import (
     CrossEncoder,
     CrossEncoderTrainer,
     CrossEncoderTrainingArguments,
 )
 from sentence_transformers.cross_encoder.losses import MSELoss
+from torch.utils.data import SequentialSampler
 
 from benchmarks.report import add_to_result, cpu
-from benchmarks.rerankers import CANDIDATES, CROSS, MAX_LENGTH
+from benchmarks.rerankers import BY_SCORE, MAX_LENGTH, ROWS, rank, trained
 from minilm_cache import TrainConfig, open_cache, train_students
-from minilm_cache.evaluate.reranking import compare_rerankers
-from minilm_cache.evaluate.settings import RerankConfig
-from minilm_cache.models.locate import MINI
+from minilm_cache.cache import Cache
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
+from minilm_cache.storage_schema.states import LOGITS
+from minilm_cache.train.card import cached_tokenizer
+from minilm_cache.train.sampler import plan_steps
 from minilm_cache.workflows.export import export_scores
 
 ARCH: Final = "3x384"
 _NAMES: Final = ("minilm-cache", "sentence-transformers")
 _TIMED_STEPS, _TURNS = 40, 2
-_DROPOUT: Final = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_NO_DROPOUT: Final = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+
+
+class _Pair(NamedTuple):
+    query: str
+    document: str
+    score: float
+
+
+class _Training(NamedTuple):
+    begun: Path
+    """Folder of the student before its first step."""
+    pairs: Sequence[_Pair]
+    """All that is read, in this order."""
+    recipe: dict[str, Any]
 
 
 def main() -> None:
     """Train both, measure them, and write what they are worth and what they cost."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, required=True)
-    home = parser.parse_args().home
-    session, cache = Session(home), home / "cache"
-    recipe = {**CROSS["score"], "arch": (ARCH,)}
-    begun = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
-    first = train_students(validated(TrainConfig, begun), cache, out=home / "begun", session=session)
-    ours = train_students(validated(TrainConfig, recipe), cache, out=home / "alone", session=session)
-    if not (home / "dataset").exists():
-        export_scores(cache, home / "dataset", session=session)
-    theirs, _ = _train_peer(first.student_path(ARCH), home, recipe)
-    ranked = {"retrieval": home / "test", "max_length": MAX_LENGTH, "first_stage": MINI}
-    config = validated(RerankConfig, {**ranked, "candidates": CANDIDATES})
-    models = [str(ours.student_path(ARCH)), str(theirs)]
-    scores = compare_rerankers(config, models, session=session)[1:]
-    seconds = _seconds_a_step(first.student_path(ARCH), home, recipe, session=session)
-    peer = {
+    given = parser.parse_args()
+    home, session = given.home, Session(given.home)
+    ours = trained(BY_SCORE, given.data, home, session=session).student_path(ARCH)
+    cache = open_cache(home / "cache")
+    recipe = {**ROWS[BY_SCORE], "arch": (ARCH,), "init": str(home / "relations")}
+    still = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
+    first = train_students(validated(TrainConfig, still), home / "cache", out=home / "begun", session=session)
+    pairs = list(_pairs_in_order(cache, validated(TrainConfig, recipe), home / "groups.jsonl"))
+    training, peer = _Training(first.student_path(ARCH), pairs, recipe), home / "peer"
+    if not peer.exists():
+        _train_peer(training, peer)
+    scores = rank([str(ours), str(peer)], home, session=session)[1:]
+    seconds = _seconds_a_step(training, home, session=session)
+    rows = {
         name: {"ndcg_at_10": round(row.ndcg_at_10.mean, 2), "seconds_a_step": round(seconds[name], 3)}
         for name, row in zip(_NAMES, scores, strict=True)
     }
-    sizes = {"cache": _num_bytes(cache), "data set": _num_bytes(home / "dataset")}
-    add_to_result("rerankers", peer=peer, bytes=sizes, cpu=cpu())
+    if not (home / "dataset").exists():
+        export_scores(home / "cache", home / "dataset", session=session)
+    sizes = dict(zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True))
+    for name, row in rows.items():
+        row["bytes"] = sizes[name]
+    add_to_result("rerankers", peer=rows, cpu=cpu())
 
 
-def _seconds_a_step(begun: Path, home: Path, recipe: dict[str, Any], *, session: Session) -> dict[str, float]:
+def _pairs_in_order(cache: Cache, config: TrainConfig, groups: Path) -> Iterator[_Pair]:
+    """Yield the pairs of all steps, as this project's trainings read them, with the teacher's scores."""
+    tokenizer, known = cached_tokenizer(cache.reader), {}
+    for line in groups.read_text().splitlines():
+        group = json.loads(line)
+        for document in (*group["positive"], *group["negative"]):
+            read = tokenizer(group["query"], document, truncation=True, max_length=MAX_LENGTH)
+            known[tuple(read["input_ids"])] = (group["query"], document)
+    (stream,) = plan_steps(config, cache.reader).streams
+    numbers = (number for buffer in stream.stream(0) for number in buffer.sequences.tolist())
+    assert config.steps is not None
+    assert config.batch_size is not None
+    for number in islice(numbers, config.steps * config.batch_size):
+        sequence = cache[number]
+        score = float(sequence.states().values[LOGITS].squeeze())
+        yield _Pair(*known[tuple(sequence.input_ids.tolist())], score)
+
+
+def _seconds_a_step(training: _Training, home: Path, *, session: Session) -> dict[str, float]:
     """Return the seconds of a step of both, the mean of two turns of short trainings, one after the other."""
-    short, manifest = {**recipe, "steps": _TIMED_STEPS}, open_cache(home / "cache").manifest
-    tokens_a_step = recipe["batch_size"] * manifest.num_tokens / manifest.num_sequences
+    short, manifest = {**training.recipe, "steps": _TIMED_STEPS}, open_cache(home / "cache").manifest
+    tokens_a_step = short["batch_size"] * manifest.num_tokens / manifest.num_sequences
     total = dict.fromkeys(_NAMES, 0.0)
     for turn in range(_TURNS):
         out = home / f"timed-{turn}"
@@ -74,7 +117,7 @@ def _seconds_a_step(begun: Path, home: Path, recipe: dict[str, Any], *, session:
         assert run.tokens_per_s is not None
         total["minilm-cache"] += tokens_a_step / run.tokens_per_s
         total["sentence-transformers"] += (
-            _train_peer(begun, out, short, dataset=home / "dataset")[1] / _TIMED_STEPS
+            _train_peer(training._replace(recipe=short), out / "peer") / _TIMED_STEPS
         )
     return {name: seconds / _TURNS for name, seconds in total.items()}
 
@@ -83,41 +126,38 @@ def _num_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _train_peer(
-    begun: Path, home: Path, recipe: dict[str, Any], *, dataset: Path | None = None
-) -> tuple[Path, float]:
-    """Return the folder of sentence-transformers' student, and the seconds of its training."""
-    model = CrossEncoder(
-        str(begun), device="cpu", max_length=MAX_LENGTH, config_kwargs=dict.fromkeys(_DROPOUT, 0.0)
-    )
-    groups = concatenate_datasets(list(load_dataset(str(dataset or home / "dataset")).values()))
-    pairs = [
-        (row["query"], document, score)
-        for row in groups
-        for document, score in zip(row["documents"], row["scores"], strict=True)
-    ]
+def _in_order(dataset: Any, batch_size: int, drop_last: bool, **_more: object) -> DefaultBatchSampler:  # noqa: ANN401 - as it is called
+    """Return batches of a data set as it is, without drawing."""
+    rows: Any = SequentialSampler(dataset)
+    return DefaultBatchSampler(rows, batch_size, drop_last)
+
+
+def _train_peer(training: _Training, folder: Path) -> float:
+    """Write sentence-transformers' student, and return the seconds of its training."""
+    begun, pairs, recipe = training
+    model = CrossEncoder(str(begun), device="cpu", max_length=MAX_LENGTH, config_kwargs=_NO_DROPOUT)
     columns = dict(zip(("query", "document", "label"), map(list, zip(*pairs, strict=True)), strict=True))
     arguments = CrossEncoderTrainingArguments(
-        output_dir=str(home / "peer-tuning"),
+        output_dir=f"{folder}-tuning",
         max_steps=recipe["steps"],
         per_device_train_batch_size=recipe["batch_size"],
         learning_rate=recipe["lr"],
         warmup_steps=0.1,
         weight_decay=0.01,
+        max_grad_norm=0.0,
         bf16=True,
         use_cpu=True,
         save_strategy="no",
         report_to="none",
-        seed=0,
+        batch_sampler=_in_order,
     )
     loss = MSELoss(model, activation_fn=torch.nn.Identity())
     trainer = CrossEncoderTrainer(model, arguments, Dataset.from_dict(columns), loss=loss)
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
-    folder = home / "peer"
     model.save_pretrained(str(folder))
-    return folder, seconds
+    return seconds
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@
 `mini`, read as a classifier (without its pooling), becomes a cross-encoder on questions of half of SQuAD's
 articles, each with its paragraph and one that `mini` found near. It scores these and further negatives, and
 students learn the scores. All are measured on questions of the other articles: cross-encoders rank the
-nearest paragraphs that `mini` finds, bi-encoders find their own. Some students begin with a slice, and some
-with students of `mini`'s vectors of English Wikipedia, which are measured, too, or of the teacher's
-relations over the pairs. One seed.
+nearest paragraphs that `mini` finds, bi-encoders find their own. Students begin with a slice, with students
+of the teacher's relations over the pairs (cross-encoders), or with students of `mini`'s vectors of English
+Wikipedia (bi-encoders), which are measured, too. One seed.
 """
 
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,24 +54,25 @@ TUNED_NEGATIVES: Final = 1
 _ARCHS: Final = ("3x384", "3x192")
 _RECIPE: Final = {"steps": 500, "batch_size": 36, "lr": 3e-4, "dropout": "none", "precision": "bfloat16"}
 _SLICE: Final = {**_RECIPE, "init": "slice", "arch": _ARCHS, "init_layers": "1,4,5"}
-_LONGER: Final = {"steps": 1500, "lr": 1e-3}
-CROSS: Final[dict[str, dict[str, Any]]] = {
-    "score": {**_SLICE, "objective": "score"},
-    "listwise": {**_SLICE, "objective": "listwise"},
-    "listwise, from vectors": {**_RECIPE, **_LONGER, "objective": "listwise", "arch": _ARCHS[1:]},
-}
-"""Settings of the training of cross-encoders."""
-BI: Final[dict[str, dict[str, Any]]] = {
-    "vectors": {},
-    "margin-mse": {**_SLICE, "objective": "margin-mse"},
-    "margin-mse, from vectors": {**_RECIPE, "lr": 1e-4, "objective": "margin-mse", "arch": _ARCHS},
-}
-"""Settings of the training of bi-encoders: of `mini`'s vectors, of scores from a slice, and of both."""
+_CONTINUED: Final = {**_RECIPE, "arch": _ARCHS}
+_AFTER_RELATIONS: Final = {**_CONTINUED, "lr": 5e-4}
+RELATIONS: Final = {**_RECIPE, "objective": "minilm", "steps": 600, "lr": 1e-3, "arch": _ARCHS}
+"""Settings of students that learn the teacher's relations over the pairs, before its scores."""
 VECTORS: Final = {**_SLICE, "objective": "embedding", "steps": 1000, "batch_size": 64, "lr": 5e-4}
-RELATIONS: Final = {**_RECIPE, "objective": "minilm", "steps": 600, "lr": 1e-3}
-AFTER_RELATIONS: Final = {**_RECIPE, "objective": "listwise", "steps": 600, "lr": 5e-4}
-"""Settings of cross-encoders that learn the teacher's relations over the pairs, and then its scores."""
-_LAST: Final = "listwise, from relations"
+"""Settings of students that learn `mini`'s vectors of other texts."""
+BY_SCORE: Final = "cross score, from relations"
+ROWS: Final[dict[str, dict[str, Any]]] = {
+    "cross score": {**_SLICE, "objective": "score"},
+    "cross listwise": {**_SLICE, "objective": "listwise"},
+    BY_SCORE: {**_AFTER_RELATIONS, "objective": "score", "batches": "shuffled"},
+    "cross margin-mse, from relations": {**_AFTER_RELATIONS, "objective": "margin-mse", "encoder": "cross"},
+    "cross listwise, from relations": {**_AFTER_RELATIONS, "objective": "listwise"},
+    "bi margin-mse": {**_SLICE, "objective": "margin-mse"},
+    "bi embedding": {},
+    "bi margin-mse, from vectors": {**_CONTINUED, "lr": 1e-4, "objective": "margin-mse"},
+}
+"""Settings of the training of cross-encoders and bi-encoders, by what they are and begin with; `bi embedding`
+are the students of vectors themselves."""
 VECTOR_TOKENS: Final = 2_000_000
 """Tokens of text whose vectors students learn."""
 
@@ -83,49 +85,41 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of rows; all without it")
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
-    home.mkdir(exist_ok=True)
-    _write_halves(given.data, home)
-    groups = _mined(home, session)
-    teacher = _teacher(home, groups)
-    cache = home / "cache"
-    if not (cache / "manifest.json").exists():
-        dumped = {"teacher": str(teacher), "corpus": str(groups), "pair_columns": "query,positive+negative"}
-        config = validated(DumpConfig, {**dumped, "for": "listwise", "max_length": MAX_LENGTH})
-        dump_cache(config, out=cache, session=session)
-    for name in given.only or ["teacher", *CROSS, *BI, _LAST]:
-        folders = {"teacher": teacher}
-        if name == "vectors":
-            folders = {
-                f"{arch} {name}": _of_vectors(given.data, home, session).student_path(arch) for arch in _ARCHS
-            }
-        elif name == _LAST:
-            folders = {
-                f"{arch} {name}": _after_relations(arch, teacher, groups, session=session)
-                for arch in _ARCHS[1:]
-            }
-        elif name in CROSS or name in BI:
-            settings = {**(CROSS | BI)[name]}
-            if "init" not in settings:
-                settings["init"] = str(_of_vectors(given.data, home, session).path)
-            elif name in BI:
-                settings["init_teacher"] = str(locate_teacher(MINI).folder)
-            run = train_students(validated(TrainConfig, settings), cache, out=home / name, session=session)
-            folders = {f"{arch} {name}": run.student_path(arch) for arch in settings["arch"]}
-        _measure(folders, home, session, retrieves=name in BI)
+    for name in given.only or ["teacher", *ROWS]:
+        if name == "teacher":
+            folders = {name: _teacher(given.data, home, session)}
+        else:
+            run = trained(name, given.data, home, session=session)
+            folders = {f"{arch} {name}": run.student_path(arch) for arch in _ARCHS}
+        _measure(folders, home, session, retrieves=name.startswith("bi "))
 
 
-def _after_relations(arch: str, teacher: Path, groups: Path, *, session: Session) -> Path:
-    """Return a student of the teacher's relations over the pairs, and then of its scores, from one cache."""
-    cache = groups.with_name("relations.cache")
+def trained(name: str, data: Path, home: Path, *, session: Session) -> TrainResult:
+    """Return the run of a row's students, and make what is missing for it."""
+    _teacher(data, home, session)
+    settings = {**ROWS[name]}
+    if not settings:
+        return _of_vectors(data, home, session)
+    if name.endswith("from vectors"):
+        settings["init"] = str(_of_vectors(data, home, session).path)
+    elif name.endswith("from relations"):
+        config, cache = validated(TrainConfig, RELATIONS), _cache(home, session, relations=True)
+        settings["init"] = str(train_students(config, cache, out=home / "relations", session=session).path)
+    elif name.startswith("bi "):
+        settings["init_teacher"] = str(locate_teacher(MINI).folder)
+    config, cache = validated(TrainConfig, settings), _cache(home, session)
+    return train_students(config, cache, out=home / name, session=session)
+
+
+def _cache(home: Path, session: Session, *, relations: bool = False) -> Path:
+    """Return the cache of the teacher's scores of all pairs, or the one of its relations over them."""
+    cache = home / ("relations.cache" if relations else "cache")
     if not (cache / "manifest.json").exists():
-        dumped = {"teacher": str(teacher), "corpus": str(groups), "pair_columns": "query,positive+negative"}
-        config = validated(DumpConfig, {**dumped, "for": ("minilm", "listwise"), "max_length": MAX_LENGTH})
-        dump_cache(config, out=cache, session=session)
-    first = validated(TrainConfig, {**RELATIONS, "arch": (arch,)})
-    begun = train_students(first, cache, out=groups.with_name(f"relations-{arch}"), session=session)
-    then = validated(TrainConfig, {**AFTER_RELATIONS, "arch": (arch,), "init": str(begun.path)})
-    out = groups.with_name(f"after-relations-{arch}")
-    return train_students(then, cache, out=out, session=session).student_path(arch)
+        groups, teacher = str(home / "groups.jsonl"), str(home / "teacher")
+        dumped = {"teacher": teacher, "corpus": groups, "pair_columns": "query,positive+negative"}
+        wanted = {"for": "minilm" if relations else "listwise", "max_length": MAX_LENGTH}
+        dump_cache(validated(DumpConfig, {**dumped, **wanted}), out=cache, session=session)
+    return cache
 
 
 def _of_vectors(data: Path, home: Path, session: Session) -> TrainResult:
@@ -143,18 +137,23 @@ def _of_vectors(data: Path, home: Path, session: Session) -> TrainResult:
 def _measure(folders: dict[str, Path], home: Path, session: Session, *, retrieves: bool) -> None:
     """Add rows to the result: cross-encoders by what they rank, bi-encoders by what they find."""
     names, paths = ["first stage", *folders], list(map(str, folders.values()))
-    common = {"retrieval": home / "test", "max_length": MAX_LENGTH}
     if retrieves:
-        config = validated(EmbeddingsConfig, common)
+        config = validated(EmbeddingsConfig, {"retrieval": home / "test", "max_length": MAX_LENGTH})
         encoders = [str(locate_teacher(MINI).folder), *paths]
         measured = list(map(_row, compare_retrieval(config, encoders, session=session)))
     else:
-        ranked = {**common, "first_stage": MINI, "candidates": CANDIDATES}
-        measured = list(map(_row, compare_rerankers(validated(RerankConfig, ranked), paths, session=session)))
+        measured = list(map(_row, rank(paths, home, session=session)))
     rows: dict[str, Any] = read_result("rerankers").get("rows", {})
     rows |= dict(zip(names, measured, strict=True))
     settings = {"queries": QUERIES, "candidates": CANDIDATES, "max_length": MAX_LENGTH}
     add_to_result("rerankers", rows=rows, settings=settings, recipe=_RECIPE, cpu=cpu())
+
+
+def rank(models: Sequence[str], home: Path, *, session: Session) -> Sequence[RerankScores]:
+    """Return the scores of the first stage and of cross-encoders on questions of the other articles."""
+    settings = {"retrieval": home / "test", "max_length": MAX_LENGTH, "first_stage": MINI}
+    config = validated(RerankConfig, {**settings, "candidates": CANDIDATES})
+    return compare_rerankers(config, models, session=session)
 
 
 def _row(scores: RerankScores | RetrievalScores) -> dict[str, Any]:
@@ -199,11 +198,14 @@ def _mined(home: Path, session: Session) -> Path:
     return groups
 
 
-def _teacher(home: Path, groups: Path) -> Path:
+def _teacher(data: Path, home: Path, session: Session) -> Path:
     """Return the folder of a cross-encoder that was trained on which paragraph is the right one."""
     plain, folder = home / "mini", home / "teacher"
     if folder.exists():
         return folder
+    home.mkdir(exist_ok=True)
+    _write_halves(data, home)
+    groups = _mined(home, session)
     if not plain.exists():
         shutil.copytree(locate_teacher(MINI).folder, plain, ignore=shutil.ignore_patterns(*POOLING))
     torch.manual_seed(0)

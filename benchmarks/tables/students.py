@@ -194,18 +194,13 @@ def rerankers() -> str:
 
 
 def _reranker(name: str) -> str:
-    arch, _, objective = name.partition(" ")
-    kinds = {"first stage": "`mini` alone, the first stage", "teacher": "the teacher, 6x384"}
-    if name in kinds:
-        return kinds[name]
-    if objective == "vectors":
-        return f"`{arch}`, bi-encoder, `embedding` (`mini`'s vectors)"
-    kind = "bi-encoder" if objective.startswith("margin-mse") else "cross-encoder"
-    objective, _, begun = objective.partition(", from ")
-    if begun:
-        first = {"vectors": "embedding", "relations": "minilm"}[begun]
-        return f"`{arch}`, {kind}, `{objective}` after `{first}`"
-    return f"`{arch}`, {kind}, `{objective}`"
+    others = {"first stage": "`mini` alone, the first stage", "teacher": "the teacher, 6x384"}
+    if name in others:
+        return others[name]
+    student, _, begun = name.partition(", from ")
+    arch, kind, objective = student.split()
+    first = {"": "", "vectors": " after `embedding`", "relations": " after `minilm`"}[begun]
+    return f"`{arch}`, {kind}-encoder, `{objective}`{first}"
 
 
 def questions() -> str:
@@ -351,10 +346,10 @@ def shapes_predicted() -> str:
 def reranker_peer() -> str:
     """Return what the same student costs and is worth by sentence-transformers."""
     rows = [
-        [name, f"{row['ndcg_at_10']:.1f}", f"{row['seconds_a_step']:.2f}"]
+        [name, f"{row['ndcg_at_10']:.1f}", f"{row['seconds_a_step']:.2f}", f"{row['bytes'] / 1e6:.1f}"]
         for name, row in read("rerankers")["peer"].items()
     ]
-    return table_of(["trained by", "nDCG@10", "seconds a step, one core"], rows)
+    return table_of(["trained by", "nDCG@10", "seconds a step, one core", "MB of scores and texts"], rows)
 
 
 def task_stages() -> str:
