@@ -267,8 +267,8 @@ class _Journal:
                 if loop.ranks.is_writer:
                     file = save_best(loop.folder.best, trainer, state.step)
                 best[arch] = BestStudent(step=state.step, held_out=held_out, file=file)
-        state.best.update(loop.ranks.union(best))
-        students = loop.ranks.union(figures)
+        state.best.update(loop.ranks.agreed(best))
+        students = loop.ranks.agreed(figures)
         self._report("held_out", students, {})
         self._stop_diverged(
             {arch for arch, parts in students.items() if not math.isfinite(sum(parts.values()))}

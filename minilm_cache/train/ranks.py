@@ -228,6 +228,21 @@ class Ranks:
             merged |= gathered
         return merged
 
+    def agreed(self, entries: dict[str, Value]) -> dict[str, Value]:
+        """Return the entries of all processes, by student, of replicas those of the first process.
+
+        Replicas on unlike devices compute losses that differ in their last digits, and with them other best
+        steps.
+
+        Args:
+            entries: entries of this process's students, by shape.
+        """
+        if self.size == 1 or self.place == "students":
+            return self.union(entries)
+        of_first = [entries]
+        broadcast_object_list(of_first)
+        return of_first[0]
+
     def parallel(self, model: nn.Module) -> nn.Module:
         """Return a model whose gradients are means over the processes that its data is divided among."""
         if self.num_data == 1:

@@ -1,5 +1,6 @@
 """Several processes under torchrun: the same students whoever trains what, and whoever is killed."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,9 +17,12 @@ from safetensors.torch import load_file
 
 from minilm_cache.errors import StorageError
 from minilm_cache.session import Session
+from minilm_cache.train import run as training
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import arch_slug
+from minilm_cache.train.heldout import HeldOutLosses
 from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from tests.integration.train.test_train import settings
 from tests.processes import CONTEXT, by_two_ranks, free_port
@@ -82,6 +87,35 @@ def test_processes_without_a_common_folder_all_say_so(tmp_path: Path, is_common:
     texts = [file.read_text() for file in said if file.exists()]
     assert texts == ([] if is_common else [texts[0]] * 2)
     assert is_common or f"does not see what another machine writes in {folders[1]}" in texts[0]
+
+
+def train_unlike(number: int, port: int, world: World) -> None:
+    """Train as one of two replicas, the second of which finds students worse the longer they learn."""
+    os.environ.update({"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number)})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    torch.set_num_threads(1)
+    worse, measured = itertools.count(1), training.held_out_losses
+
+    def by_another_device(*given: Any) -> list[HeldOutLosses]:
+        factor = next(worse) if number else 1
+        return [{name: value * factor for name, value in losses.items()} for losses in measured(*given)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "held_out_losses", by_another_device)
+        alone(world, world.root / "two", eval_steps=4)
+
+
+def test_replicas_on_unlike_devices_keep_the_best_weights_of_the_first(world: World) -> None:
+    world.dump()
+    port = free_port()
+    processes = [CONTEXT.Process(target=train_unlike, args=(number, port, world)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [student.best_step for student in load_record(world.root / "two").students] == [STEPS] * len(ARCHS)
 
 
 def alone(world: World, out: Path, **changes: object) -> Path:
