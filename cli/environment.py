@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.session import Session
@@ -18,6 +19,24 @@ _RANKS = (
 )
 """Variables of the rank, of the world size and, where the first rank may not be 0, of the first rank and of
 the distance of two ranks."""
+
+
+_OF_ONE_PROCESS: Final = frozenset(
+    {
+        *("search", "evaluate", "speed", "embeddings", "mine", "rerank", "generate", "augment", "report"),
+        *("slice", "truncate", "trim", "head", "export-model", "export", "import", "merge", "demo"),
+    }
+)
+"""Commands that write or measure, and whose work torchrun's processes cannot divide among themselves."""
+
+
+def refuse_many(arguments: Sequence[str]) -> None:
+    """Raise InvalidConfigError where torchrun starts a command that runs in one process."""
+    if arguments and arguments[0] in _OF_ONE_PROCESS and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InvalidConfigError(
+            f"{arguments[0]} runs in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}. Start it "
+            "without torchrun, or unset WORLD_SIZE."
+        )
 
 
 def settle_process(arguments: Sequence[str]) -> None:

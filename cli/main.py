@@ -17,7 +17,7 @@ from minilm_cache.cli.chain import chain
 from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
-from minilm_cache.cli.environment import settle_process
+from minilm_cache.cli.environment import refuse_many, settle_process
 from minilm_cache.cli.evaluate import embeddings, evaluate, speed
 from minilm_cache.cli.generate import generate
 from minilm_cache.cli.info import info, report
@@ -116,6 +116,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; an error is shown as one line on stderr."""
     try:
         settle_process(arguments)
+        refuse_many(arguments)
         _refuse_slips(arguments)
         code = _command()(list(arguments) or ["--help"], prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:

@@ -1,6 +1,5 @@
 """`minilm-cache search`: finds the best shape of a student within a budget."""
 
-import os
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Final
@@ -14,7 +13,6 @@ from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
-from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.outline import Outline
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
@@ -72,8 +70,6 @@ def search(
             refuse_unserved(probe, cache, has_shapes=bool(arch))
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InvalidConfigError("search runs as one process. Start it without torchrun.")
     quiet_libraries()
     with stoppable_session() as session:
         place = cache or chosen_cache(None, session)

@@ -29,9 +29,9 @@ from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
-from minilm_cache.workflows.chain_plan import SETTINGS_FILE, Stage, Way, chain_settings, check_chain, stages
+from minilm_cache.workflows.chain_plan import Stage, Way, chain_settings, check_chain, stages
 from minilm_cache.workflows.config import ChainConfig
-from minilm_cache.workflows.stages import COMPLETE, assistants_dump
+from minilm_cache.workflows.stages import COMPLETE, SETTINGS_FILE, assistants_dump
 
 CHAIN_FILE = "chain.json"
 REPORT_FILE = "report.html"

@@ -10,7 +10,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.models.device import choose_device
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.objectives.config import check_codec, split_into
@@ -44,10 +43,18 @@ from minilm_cache.workflows.config import (
     refuse_lacking,
     refuse_other_objective,
 )
-from minilm_cache.workflows.stages import cache_state, check_student, check_training, run_state
+from minilm_cache.workflows.stages import (
+    CACHES,
+    RUNS,
+    SETTINGS_FILE,
+    cache_state,
+    check_student,
+    check_training,
+    refuse_foreign,
+    run_state,
+)
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Source
 
-SETTINGS_FILE = "settings.json"
 _MAX_SLUG: Final = 64
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_IDENTIFYING: Final[dict[str, Any]] = {
@@ -193,7 +200,7 @@ def _slug(arch: Sequence[str]) -> str:
 
 def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
     """Return the stages of a chain, in order."""
-    caches, runs = folder / "caches", folder / "runs"
+    caches, runs = folder / CACHES, folder / RUNS
     first = caches / TEACHER_CACHE
     planned = [Stage(does="dump", path=first, source=config.dump.teacher)]
     for number, assistant in enumerate(config.assistants, 1):
@@ -233,8 +240,6 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         IdentityMismatchError: the folder holds another chain.
         TeacherError: the teacher cannot be found or read.
     """
-    if here:
-        choose_device(config.train.device)
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     check_parts(config.train, int(num_ranks) if num_ranks.isdecimal() else 1)
     for each in config.train.each:
@@ -296,9 +301,10 @@ def _check_init(config: TrainConfig) -> None:
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:
-    """Raise IdentityMismatchError where a folder holds a chain of other settings."""
+    """Raise IdentityMismatchError where a folder holds a chain of other settings, or something else."""
     file = folder / SETTINGS_FILE
     if not file.exists():
+        refuse_foreign(folder, "chain", own=(CACHES, RUNS))
         return
     try:
         stored = TypeAdapter(dict[str, object]).validate_json(bounded_bytes(file, 2**20))

@@ -25,7 +25,6 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.deploy.forms import FORMS, write_form
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.device import choose_device
 from minilm_cache.models.exported import FILES, IDS, MASK, SEGMENTS
 from minilm_cache.models.load import check_positions
 from minilm_cache.models.pooling import projection_to
@@ -61,7 +60,7 @@ from minilm_cache.workflows.config import (
     refuse_of_one_shape,
     vocabularies_of,
 )
-from minilm_cache.workflows.stages import check_training
+from minilm_cache.workflows.stages import check_training, refuse_foreign
 
 REPORT_FILE: Final = "report.html"
 _LAYERS: Final = (2, 3, 4, 6, 9, 12)
@@ -118,7 +117,6 @@ def search(
     space = _Space.of(config, train, open_cache(cache, home=session.home))
     of_all = validated(TrainConfig, {**train, "arch": space.arch})
     check_training(of_all)
-    choose_device(of_all.device)
     space.refuse_other_students(session.home)
     if alike := set(vocabularies_of(config)) - set(space.vocabularies):
         names = ", ".join(sorted(map(str, alike)))
@@ -565,8 +563,7 @@ def _read(out: Path, space: _Space) -> SearchRecord | None:
     """
     record = read_search(out)
     if record is None:
-        if out.exists() and any(out.iterdir()):
-            raise IdentityMismatchError(f"{out} holds something else than a search. Choose another --out.")
+        refuse_foreign(out, "search")
         return None
     is_same = _given(record.settings) == _given(space.settings)
     if not is_same or record.fingerprint != space.cache.manifest.fingerprint:

@@ -1,13 +1,15 @@
 """What chains, studies, searches and stages of a task share: states of caches and runs, and early checks."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedConfig
 
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.config import split_into
@@ -20,6 +22,11 @@ from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.config import NOT_OF_A_CHAIN
 
+CACHES: Final = "caches"
+RUNS: Final = "runs"
+"""Folders of a chain or a study."""
+SETTINGS_FILE: Final = "settings.json"
+"""File of the settings of a chain."""
 COMPLETE: Final = "complete"
 TO_DO: Final = "to do"
 
@@ -51,6 +58,25 @@ def run_state(path: Path) -> str:
     if not is_run(path):
         return TO_DO
     return COMPLETE if load_record(path).complete else "unfinished"
+
+
+def refuse_foreign(folder: Path, what: str, *, own: Collection[str] = ()) -> None:
+    """Refuse a folder that is not empty and holds nothing of what is to be written into it.
+
+    Args:
+        folder: the folder, which need not be there. Names that begin with a dot do not count.
+        what: what is to be written, as a noun for the message.
+        own: names of files and folders, one of which it has once it was begun.
+
+    Raises:
+        IdentityMismatchError: it holds something else.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = sorted(name for name in names if not name.startswith("."))
+    if others and names.isdisjoint(own):
+        raise IdentityMismatchError(
+            f"{folder} is not empty, and holds no {what} ({others[0]}). Choose another --out."
+        )
 
 
 def check_student(
@@ -91,9 +117,11 @@ def check_training(config: TrainConfig, dump: DumpConfig | None = None, *, depth
         depth: layers of the teacher that is dumped.
 
     Raises:
-        InvalidConfigError: settings contradict each other, or need what the cache will not hold.
+        InvalidConfigError: settings contradict each other, or need what the cache will not hold, or a device
+            that is not there.
         TeacherError: the donor does not exist.
     """
+    choose_device(config.device)
     refuse_no_tracker(config.tracker)
     if config.init == RANDOM and config.frozen == "embeddings":
         raise InvalidConfigError(

@@ -19,7 +19,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
-from minilm_cache.errors import DivergedError, InvalidConfigError, TeacherError
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError, TeacherError
 from minilm_cache.evaluate.card import Summary
 from minilm_cache.evaluate.run import Evaluation, check_evaluation, evaluate_models
 from minilm_cache.models.device import choose_device
@@ -48,7 +48,15 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
 from minilm_cache.train.vocabulary import listed_name
-from minilm_cache.workflows.stages import assistants_dump, check_student, check_training
+from minilm_cache.workflows.stages import (
+    CACHES,
+    RUNS,
+    SETTINGS_FILE,
+    assistants_dump,
+    check_student,
+    check_training,
+    refuse_foreign,
+)
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -125,7 +133,7 @@ def known_record(
         IdentityMismatchError: the pass was trained from another cache, or with other pieces or labels than
             the files that the study names have now.
     """
-    run, place = folder / "runs" / planned.name, place_of_cache(study, folder, planned.cache)
+    run, place = folder / RUNS / planned.name, place_of_cache(study, folder, planned.cache)
     record = load_record(run) if is_run(run) else None
     if record is None or has_trained_nothing(run, record):
         return None
@@ -150,12 +158,12 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
         if isinstance(cache, DumpConfig):
             after = (next(iter(numbers.values())),) if numbers else ()
             numbers[name] = len(jobs)
-            call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name)
+            call: Callable[..., Any] = partial(_dump, cache, folder / CACHES / name)
             jobs.append(Job(name=f"cache {name}", call=call, after=after))
     for name, assistant in study.made.items():
         place = place_of_cache(study, folder, assistant.teacher)
         training = assistant.training
-        call = partial(_train, training.config, place, out=folder / "runs" / training.name)
+        call = partial(_train, training.config, place, out=folder / RUNS / training.name)
         trained[training.name] = len(jobs)
         jobs.append(Job(name=f"assistant {training.name}", call=call, after=(numbers[assistant.teacher],)))
         numbers[name] = len(jobs)
@@ -164,7 +172,7 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
     for planned in study.passes:
         place = place_of_cache(study, folder, planned.cache)
         trained[planned.name] = len(jobs)
-        call = partial(_train, planned.config, place, out=folder / "runs" / planned.name)
+        call = partial(_train, planned.config, place, out=folder / RUNS / planned.name)
         after = (numbers[planned.cache],) if planned.cache in numbers else ()
         jobs.append(Job(name=f"pass {planned.name}", call=call, after=after))
     learned = [trained[planned.name] for planned in compared(study)]
@@ -205,13 +213,13 @@ def _agreement_of(planned: Pass) -> str:
 def place_of_cache(study: Study, folder: Path, cache: str) -> str:
     """Return the folder or URL of a cache of the study."""
     known = study.caches.get(cache)
-    return known if isinstance(known, str) else str(folder / "caches" / cache)
+    return known if isinstance(known, str) else str(folder / CACHES / cache)
 
 
 def _reference(study: Study, folder: Path, cache: str) -> Path | None:
     """Return the cache of the teacher that students are compared with. None means their own cache."""
     assistant = study.made.get(cache)
-    return None if assistant is None else folder / "caches" / assistant.teacher
+    return None if assistant is None else folder / CACHES / assistant.teacher
 
 
 def _dump(config: DumpConfig, path: Path, tokens_of: Path | None = None, *, session: Session) -> Path:
@@ -228,9 +236,9 @@ def _dump_assistant(
         raise DivergedError(f"assistant {assistant.name} diverged. Lower lr under train.")
     of_teacher = study.caches[assistant.teacher]
     assert isinstance(of_teacher, DumpConfig)
-    first, out = folder / "caches" / assistant.teacher, folder / "caches" / assistant.name
+    first, out = folder / CACHES / assistant.teacher, folder / CACHES / assistant.name
     (arch,) = assistant.training.config.arch
-    student = RunFolder(path=folder / "runs" / assistant.training.name).student(arch)
+    student = RunFolder(path=folder / RUNS / assistant.training.name).student(arch)
     config = assistants_dump(of_teacher, student, first=first, out=out)
     dump_cache(config, out=out, tokens_of=first, session=session)
     return first
@@ -242,7 +250,7 @@ def _evaluate(study: Study, folder: Path, *have_learned: bool, session: Session)
     assert study.teacher is not None
     name, revision = study.teacher
     passes = zip(compared(study), have_learned, strict=True)
-    runs = [str(folder / "runs" / planned.name) for planned, has_learned in passes if has_learned]
+    runs = [str(folder / RUNS / planned.name) for planned, has_learned in passes if has_learned]
     teacher = str(locate_teacher(name, revision).folder) if revision is not None else name
     return evaluate_models(study.evaluation, [teacher, *runs], out=folder / EVALUATIONS, session=session)
 
@@ -265,7 +273,7 @@ def _train_masked(study: Study, planned: Pass, has_learned: bool, *, folder: Pat
     if not has_learned:
         return False
     place, config = place_of_cache(study, folder, planned.cache), planned.config
-    run = TrainedRun.open(folder / "runs" / planned.name, cache_place=place, home=session.home)
+    run = TrainedRun.open(folder / RUNS / planned.name, cache_place=place, home=session.home)
     arch = tuple(student.arch for student in run.students)
     changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
     kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS | set(config.spec.recipe))
@@ -362,7 +370,7 @@ def _opened(
     """Return the runs of passes with a student that did not diverge."""
     runs = [
         TrainedRun.open(
-            folder / "runs" / planned.name,
+            folder / RUNS / planned.name,
             cache_place=place_of_cache(study, folder, planned.cache),
             home=home,
             name=planned.cache,
@@ -418,6 +426,9 @@ def check_study(study: Study, folder: Path, session: Session, *, here: bool = Tr
     """
     home = session.home
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
+    if (folder / SETTINGS_FILE).exists():
+        raise IdentityMismatchError(f"{folder} holds a chain. Choose another --out.")
+    refuse_foreign(folder, "study", own=(CACHES, RUNS))
     if here:
         _check_scores(study, folder, session)
     for assistant in study.assistants:
@@ -444,7 +455,6 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
     for planned in study.passes:
         if planned.cache == name:
             if here:
-                choose_device(planned.config.device)
                 with study.located(("train",)):
                     dumped = cache if isinstance(cache, DumpConfig) else None
                     check_training(planned.config, dumped, depth=config.num_hidden_layers)

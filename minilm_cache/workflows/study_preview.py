@@ -10,7 +10,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.evaluate.files import task_like
 from minilm_cache.session import Session
-from minilm_cache.workflows.stages import COMPLETE, TO_DO, cache_state, run_state
+from minilm_cache.workflows.stages import CACHES, COMPLETE, RUNS, TO_DO, cache_state, run_state
 from minilm_cache.workflows.study import check_study, compared, known_record
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study
@@ -54,12 +54,12 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
     check_study(study, folder, session, here=here)
     caches: dict[str, DumpConfig | str | Assistant] = {**study.caches, **study.made}
     of_caches = {
-        name: COMPLETE if isinstance(cache, str) else cache_state(folder / "caches" / name)
+        name: COMPLETE if isinstance(cache, str) else cache_state(folder / CACHES / name)
         for name, cache in caches.items()
     }
     for name, cache in study.caches.items():
         if here and isinstance(cache, DumpConfig):
-            refuse_other_dump(cache, folder / "caches" / name, session)
+            refuse_other_dump(cache, folder / CACHES / name, session)
 
     opened = lru_cache(partial(open_cache, home=session.home))
 
@@ -67,7 +67,7 @@ def preview_study(study: Study, folder: Path, session: Session, *, here: bool = 
         found = []
         for planned in passes:
             is_known = known_record(study, folder, planned, opened=opened, home=session.home) is not None
-            found.append((planned, run_state(folder / "runs" / planned.name) if is_known else TO_DO))
+            found.append((planned, run_state(folder / RUNS / planned.name) if is_known else TO_DO))
         return found
 
     return Preview(

@@ -28,6 +28,7 @@ from minilm_cache.train.config import (
 )
 from minilm_cache.train.folder import VIA, arch_slug
 from minilm_cache.workflows.config import NEEDS_OF_CHAINS
+from minilm_cache.workflows.stages import RUNS
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Location, Source
 
@@ -139,7 +140,7 @@ class Study:
         Args:
             folder: folder of the study.
         """
-        passes = [each for planned in self.passes for each in planned.grown(folder / "runs")]
+        passes = [each for planned in self.passes for each in planned.grown(folder / RUNS)]
         return replace(self, passes=tuple(passes))
 
     @property

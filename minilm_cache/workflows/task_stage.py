@@ -23,7 +23,6 @@ from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.device import choose_device
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
@@ -38,7 +37,7 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import RENAMED, TaskStageConfig, evaluation_of
 from minilm_cache.workflows.further_pairs import encoder_of_pairs, other_classes, write_further_pairs
-from minilm_cache.workflows.stages import check_student, check_training
+from minilm_cache.workflows.stages import check_student, check_training, refuse_foreign
 
 TEXTS, COPIES, MINED = "texts.jsonl", "augmented.jsonl", "mined.jsonl"
 CACHE, RUN, TRIALS = "cache", "run", "evaluations"
@@ -153,7 +152,6 @@ def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, b
 def _check_training(training: TrainConfig, dump: DumpConfig) -> None:
     """Check the settings of the training, and of the dump before it, before texts are written."""
     check_parts(training)
-    choose_device(training.device)
     config = read_config(locate_teacher(dump.teacher, dump.revision, without_weights=True).folder)
     check_training(training, dump, depth=config.num_hidden_layers)
     for arch in training.arch:
@@ -212,7 +210,9 @@ def _write_texts(
         if (out / _STATED).exists():
             _refuse_other(out, stated, content)
             return
-        _refuse_foreign(out, content)
+        refuse_foreign(out, "task stage", own=(TEXTS,))
+        if file.exists() and file.read_bytes() != content:
+            raise IdentityMismatchError(f"{out} holds other texts ({TEXTS}). Choose another --out.")
         with new_file(file) as opened:
             opened.write(content)
         with new_file(out / _STATED) as opened:
@@ -228,15 +228,6 @@ def _lines(examples: Sequence[TextExample], labels: Sequence[str] | None) -> Ite
                 labels[int(example.label)] if labels and example.label is not None else example.label
             )
         yield json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _refuse_foreign(out: Path, texts: bytes) -> None:
-    """Raise IdentityMismatchError where a folder without a stage holds more than this one's beginning."""
-    others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.name != TEXTS]
-    if others or ((out / TEXTS).exists() and (out / TEXTS).read_bytes() != texts):
-        raise IdentityMismatchError(
-            f"{out} is not empty, and holds no task stage ({(others or [TEXTS])[0]}). Choose another --out."
-        )
 
 
 def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None:

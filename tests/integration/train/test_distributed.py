@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from minilm_cache.errors import StorageError
 from minilm_cache.session import Session
-from minilm_cache.train import run as training
+from minilm_cache.train import heldout
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import arch_slug
 from minilm_cache.train.heldout import HeldOutLosses
@@ -94,14 +94,14 @@ def train_unlike(number: int, port: int, world: World) -> None:
     os.environ.update({"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number)})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     torch.set_num_threads(1)
-    worse, measured = itertools.count(1), training.held_out_losses
+    worse, measured = itertools.count(1), heldout.held_out_losses
 
     def by_another_device(*given: Any) -> list[HeldOutLosses]:
         factor = next(worse) if number else 1
         return [{name: value * factor for name, value in losses.items()} for losses in measured(*given)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "held_out_losses", by_another_device)
+        patch.setattr("minilm_cache.train.run.held_out_losses", by_another_device)
         alone(world, world.root / "two", eval_steps=4)
 
 

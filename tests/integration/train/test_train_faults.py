@@ -187,6 +187,15 @@ def test_processes_that_torchrun_did_not_start_are_refused(
         command.fails("train", cache, "--arch", "1x32", code=2, says="Start this by torchrun, or unset")
 
 
+def test_what_processes_cannot_divide_is_refused_under_torchrun(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for words in (("evaluate", "x"), ("export-model", "x"), ("import", "x"), ("search", "x"), ("speed", "x")):
+        command.fails(*words, code=2, says=f"{words[0]} runs in one process, and WORLD_SIZE is 2")
+    assert command("ls", "--help")[0] == 0
+
+
 def test_a_teacher_that_drops_all_attention_trains_students(tmp_path: Path, world: World) -> None:
     dropping = World(tmp_path, save_teacher(tmp_path / "t", attention_probs_dropout_prob=1.0), world.corpus)
     dropping.dump()

@@ -268,6 +268,13 @@ def test_another_chain_is_refused_by_a_dry_run_too(chained: World, command: Comm
         )
 
 
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(world: World, command: Command) -> None:
+    (world.root / "chain").mkdir()
+    (world.root / "chain/students.csv").write_text("mine")
+    command.fails(*arguments(world), code=1, says=("is not empty", "holds no chain (students.csv)"))
+    assert [path.name for path in (world.root / "chain").iterdir()] == ["students.csv"]
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "null", "3"])
 def test_settings_that_are_none_are_said_to_be_damaged(
     chained: World, command: Command, content: str

@@ -100,6 +100,20 @@ def test_a_study_without_caches_has_one_with_the_settings_of_dump(world: World, 
     command.fails("study", path, code=2, says="line 2, dump.teecher: there is no such setting")
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("students.csv", "holds no study (students.csv)"), ("settings.json", "holds a chain")]
+)
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(
+    world: World, command: Command, name: str, says: str
+) -> None:
+    (world.root / "study").mkdir()
+    (world.root / "study" / name).write_text("mine")
+    path = document(world)
+    for more in ((), ("--dry-run",)):
+        command.fails("study", path, "--out", world.root / "study", *more, code=1, says=says)
+    assert [file.name for file in (world.root / "study").iterdir()] == [name]
+
+
 def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
     command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
     path = world.root / "list.yaml"

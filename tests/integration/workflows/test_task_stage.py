@@ -234,8 +234,10 @@ def test_what_a_task_stage_refuses_leaves_its_folder_alone(
     assert not out.exists()
     out.mkdir()
     (out / "texts.jsonl").write_text("mine")
-    command.fails(*words, code=1, says=("is not empty", "holds no task stage"))
+    command.fails(*words, code=1, says="holds other texts (texts.jsonl)")
     assert (out / "texts.jsonl").read_text() == "mine"
+    (out / "texts.jsonl").rename(out / "notes.txt")
+    command.fails(*words, code=1, says=("is not empty", "holds no task stage (notes.txt)"))
 
 
 def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:
