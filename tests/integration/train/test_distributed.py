@@ -102,7 +102,7 @@ def train_unlike(number: int, port: int, world: World) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minilm_cache.train.run.held_out_losses", by_another_device)
-        alone(world, world.root / "two", eval_steps=4)
+        alone(world, world.root / "two", arch=ARCHS[:1], eval_steps=4)
 
 
 def test_replicas_on_unlike_devices_keep_the_best_weights_of_the_first(world: World) -> None:
@@ -115,7 +115,7 @@ def test_replicas_on_unlike_devices_keep_the_best_weights_of_the_first(world: Wo
         process.join(200)
 
     assert [process.exitcode for process in processes] == [0, 0]
-    assert [student.best_step for student in load_record(world.root / "two").students] == [STEPS] * len(ARCHS)
+    assert [student.best_step for student in load_record(world.root / "two").students] == [STEPS]
 
 
 def alone(world: World, out: Path, **changes: object) -> Path:
@@ -186,7 +186,7 @@ def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str, soak:
     if soak == 1 and place == "students":
         pytest.skip("processes that divide the data wait for each other more often; both with --soak")
     world.dump()
-    steps = 60
+    steps = 40
     options = ("--steps", steps, "--checkpoint-steps", 5, "--place", place)
     run = world.root / "killed"
     process = torchrun(world, run, *options)
