@@ -11,7 +11,7 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.errors import CacheNotFoundError, IdentityMismatchError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import read_config
 from minilm_cache.models.student import student_config, teacher_config
@@ -120,6 +120,11 @@ class TrainedRun(Described):
             raise InvalidConfigError(
                 f"run {folder} says that its cache is at {without_secrets(place)}, but a URL from a run is "
                 "not opened by itself. Give it by --cache if you trust it."
+            )
+        if cache_place is None and not Path(place).exists():
+            raise CacheNotFoundError(
+                f"the cache {place}, from which run {folder} was trained, is not there. Give its place by "
+                "--cache."
             )
         cache = open_cache(place, home=home)
         if cache.manifest.fingerprint != record.identity.fingerprint:

@@ -339,6 +339,13 @@ def test_damaged_runs_end_in_one_line(trained: World, command: Command, tmp_path
     command.fails("report", tmp_path / "record", *out, code=1, says="run.json is damaged")
 
 
+def test_a_cache_that_was_moved_is_asked_for(trained: World, command: Command) -> None:
+    words = ("report", trained.root / "run", "--out", trained.root / "page.html")
+    (trained.root / "cache").rename(trained.root / "moved")
+    command.fails(*words, code=1, says=("is not there", "Give its place by --cache"))
+    assert command(*words, "--cache", trained.root / "moved")[0] == 0
+
+
 def test_the_teachers_configuration_in_a_cache_is_not_trusted(trained: World) -> None:
     cache = TrainedRun.open(trained.root / "run").cache
     content = json.loads(cache.reader.attachment("teacher/config.json"))
