@@ -327,6 +327,8 @@ class ImportConfig(FrozenSettings):
     """Column of the vectors, lists of numbers."""
     pooling: PoolingMode = "mean"
     """How students pool."""
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Words that students read before every text with a vector. None means the texts alone."""
     min_cosine: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description=f"Least mean cosine of stored vectors with given ones. None means {DEFAULT_MIN_COSINE}.",
@@ -345,7 +347,7 @@ class ImportConfig(FrozenSettings):
         if (self.pair_columns is None) != (self.score_columns is None):
             raise ValueError("--pair-columns and --score-columns go together: give both, or neither")
         if self.score_columns is not None:
-            of_vectors = ("text_column", "vector_column", "pooling", "min_cosine")
+            of_vectors = ("text_column", "vector_column", "pooling", "prompt", "min_cosine")
             defaults = type(self).model_fields
             for name in of_vectors:
                 if getattr(self, name) != defaults[name].default:

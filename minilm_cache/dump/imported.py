@@ -59,6 +59,7 @@ def import_answers(config: ImportConfig, *, out: Path | None = None, session: Se
         of_vectors = {"pooled": True, "pooling": config.pooling, "min_cosine": config.min_cosine}
         dump = _dump_of(config, {**of_vectors, "packing": "records"})
         known, corpus = read_vectors(config, session), load_corpus(config.vectors, config.text_column)
+        corpus = corpus.with_prompt(config.prompt)
     else:
         assert config.pair_columns is not None
         dump = _dump_of(config, {"logits": True, "pair_columns": config.pair_columns})
@@ -112,7 +113,7 @@ def _write(
     return write_cache(resolved, reader, sequences=sequences, session=session)
 
 
-_OF_A_DUMP: Final = ("text_column", "max_length", "max_tokens", "shard_tokens", "seed")
+_OF_A_DUMP: Final = ("text_column", "prompt", "max_length", "max_tokens", "shard_tokens", "seed")
 """Settings that an import shares with a dump."""
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from minilm_cache.cache import open_cache
@@ -246,6 +247,31 @@ def test_names_of_columns_that_are_no_text_are_one_line(world: World, name: byte
 
 
 @pytest.mark.timeout(900)
+def test_a_prompt_of_an_import_is_read_by_students_and_named_in_their_folder(
+    world: World, command: Command
+) -> None:
+    words = ("import", write_vectors(world), "--tokenizer", world.teacher, "--max-length", 32)
+    assert command(*words, "--prompt", "ba bo ", "--out", world.root / "prompted")[0] == 0
+    cache, tokenizer = open_cache(world.root / "prompted"), AutoTokenizer.from_pretrained(world.teacher)
+    texts = [tokenizer.decode(cache[number].input_ids, skip_special_tokens=True) for number in (0, 1)]
+    assert all(text.startswith("ba bo ") for text in texts)
+    train = (
+        "train",
+        world.root / "prompted",
+        "--objective",
+        "embedding",
+        "--arch",
+        "1x16",
+        "--init",
+        "random",
+    )
+    assert command(*train, "--steps", 2, "--batch-size", 4, "--out", world.root / "run")[0] == 0
+    student = SentenceTransformer(str(world.root / "run/students/1x16"), device="cpu")
+    assert student.prompts["prompt"] == "ba bo "
+    scores = ("--pair-columns", "a,b", "--score-columns", "c", "--prompt", "ba ")
+    command.fails(*words, *scores, code=2, says="--prompt is about vectors")
+
+
 def test_mutated_vectors_are_read_or_one_line(world: World) -> None:
     """No other error, and no signal."""
     file = write_vectors(world)
