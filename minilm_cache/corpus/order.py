@@ -23,9 +23,10 @@ from pydantic import Field, ValidationError
 
 from minilm_cache.corpus.tokens import LOCK, Tokens
 from minilm_cache.errors import CorpusError
+from minilm_cache.models.inputs import cut_pair
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.documents import FileDigest, StoredDocument
-from minilm_cache.storage_schema.identity import Packing, PairTemplate, canonical_sha256
+from minilm_cache.storage_schema.identity import Packing, canonical_sha256
 from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import storage_errors, write_file
 
@@ -175,36 +176,6 @@ class Part:
         cuts = np.arange(start, stop, self.room)
         numbers = self.order[np.searchsorted(self.ends, cuts, side="right")]
         return np.split(stream, (cuts - start)[1:]), numbers.astype(np.int64)
-
-
-def cut_pair(ids: Ids, room: int, pair: PairTemplate) -> Ids:
-    """Return two texts and the tokens between them, cut to fit: the longer one first.
-
-    Lengths are those of tokenizers' own truncation `longest_first`: one text alone is cut while the other is
-    the shorter, and both share what is left where both are longer than half of it.
-
-    Args:
-        ids: the tokens of the first text, those between, and those of the second text.
-        room: most tokens of all of them.
-        pair: what stands between the texts, and which of them is cut. Where it is the second alone, the first
-            is cut only where it leaves no room for a token of the second, so that a query is the same with
-            each of its documents.
-    """
-    between = pair.between
-    if len(ids) <= room:
-        return ids
-    place, most = int(np.flatnonzero(ids == between[0])[0]), room - len(between)
-    first, second = ids[:place], ids[place + len(between) :]
-    if pair.cut == "second":
-        first = first[: most - 1]
-        return np.concatenate((first, np.asarray(between, dtype=ids.dtype), second[: most - len(first)]))
-    shorter, longer = sorted((len(first), len(second)))
-    longer = shorter if shorter > most else max(shorter, most - shorter)
-    if shorter + longer > most:
-        shorter = most // 2
-        longer = most - shorter
-    kept = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
-    return np.concatenate((first[: kept[0]], np.asarray(between, dtype=ids.dtype), second[: kept[1]]))
 
 
 class _PartRecord(StoredModel):

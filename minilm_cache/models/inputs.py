@@ -175,6 +175,36 @@ def texts_of_pair(row: npt.NDArray[Any], pair: PairTemplate) -> tuple[npt.NDArra
     return texts[:place], texts[place + len(pair.between) :]
 
 
+def cut_pair(ids: npt.NDArray[Any], room: int, pair: PairTemplate) -> npt.NDArray[Any]:
+    """Return two texts and the tokens between them, cut to fit: the longer one first.
+
+    Lengths are those of tokenizers' own truncation `longest_first`: one text alone is cut while the other is
+    the shorter, and both share what is left where both are longer than half of it.
+
+    Args:
+        ids: the tokens of the first text, those between, and those of the second text.
+        room: most tokens of all of them.
+        pair: what stands between the texts, and which of them is cut. Where it is the second alone, the first
+            is cut only where it leaves no room for a token of the second, so that a query is the same with
+            each of its documents.
+    """
+    between = pair.between
+    if len(ids) <= room:
+        return ids
+    place, most = int(np.flatnonzero(ids == between[0])[0]), room - len(between)
+    first, second = ids[:place], ids[place + len(between) :]
+    if pair.cut == "second":
+        first = first[: most - 1]
+        return np.concatenate((first, np.asarray(between, dtype=ids.dtype), second[: most - len(first)]))
+    shorter, longer = sorted((len(first), len(second)))
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter = most // 2
+        longer = most - shorter
+    kept = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+    return np.concatenate((first[: kept[0]], np.asarray(between, dtype=ids.dtype), second[: kept[1]]))
+
+
 def query_numbers(rows: Iterable[npt.NDArray[np.generic]], pair: PairTemplate) -> Int[Tensor, " batch"]:
     """Return the number of the first text of each pair, from 0 on in the order in which texts come.
 

@@ -6,7 +6,6 @@ the tokenizer needs to find the others stays: see `Pieces.always` and `Pieces.wi
 
 import copy
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from jaxtyping import Int
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 
@@ -413,142 +410,6 @@ def _refuse_other_states(model: PreTrainedModel, smaller: PreTrainedModel, rows:
         )
 
 
-class StudentTokens(ABC):
-    """How students read the sequences of a cache, where they have another vocabulary than its teacher."""
-
-    tokenizer: PreTrainedTokenizerFast
-    """The students' tokenizer, which is saved with them."""
-    name: str
-    """What identifies it: 12 hexadecimal digits of a hash."""
-
-    @property
-    @abstractmethod
-    def pad_token(self) -> int:
-        """Id that fills up the sequences that students read."""
-
-    @abstractmethod
-    def check_places(self, *, reads_texts: bool) -> None:
-        """Raise InvalidConfigError if what is learned of tokens cannot be, because they lose their places.
-
-        Args:
-            reads_texts: whether something is learned of whole texts, too.
-        """
-
-    @abstractmethod
-    def read(self, inputs: Inputs, most: int | None) -> Inputs:
-        """Return sequences as students read them.
-
-        Args:
-            inputs: sequences of the cache, on the CPU, without segments.
-            most: most tokens of a sequence. None means that tokens have to keep their places, because what
-                is learned belongs to tokens.
-        """
-
-    def row(self, ids: Int[Tensor, " length"], most: int) -> Int[Tensor, " other_length"]:
-        """Return one sequence as students read it, cut to `most` tokens."""
-        inputs = self.read(Inputs.full(ids[None]), most)
-        return inputs.ids[0, : int(inputs.lengths[0])]
-
-
-class OtherTokenizer(StudentTokens):
-    """Another model's tokenizer: texts are written from the cache's token ids, and read anew."""
-
-    def __init__(self, cached: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast) -> None:
-        """Read texts that one tokenizer writes by another one."""
-        self._cached, self.tokenizer = cached, own
-        self.name = tokenizer_sha256(own)[:12]
-
-    @property
-    def pad_token(self) -> int:
-        """Id that fills up the sequences that students read."""
-        return int(self.tokenizer.pad_token_id)
-
-    def check_places(self, *, reads_texts: bool) -> None:
-        """Raise InvalidConfigError: the other tokenizer's tokens have other places."""
-        del reads_texts
-        raise InvalidConfigError(
-            "students of this donor have another tokenizer than the cache, and what is learned of single "
-            "tokens has no place there. Take a donor with the tokenizer of the cache, or learn of whole "
-            "texts alone (--objective embedding)."
-        )
-
-    def read(self, inputs: Inputs, most: int | None) -> Inputs:
-        """Return sequences as students read them."""
-        assert most is not None, "`check_places` refuses what is learned of tokens"
-        rows = [
-            row[:length].tolist() for row, length in zip(inputs.ids, inputs.lengths.tolist(), strict=True)
-        ]
-        texts = self._cached.batch_decode(rows, skip_special_tokens=True)
-        encoded = self.tokenizer(texts, truncation=True, max_length=most, verbose=False)
-        return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), self.pad_token)
-
-
 def name_of(kept: Sequence[int]) -> str:
     """Return the name of some pieces of a tokenizer, by their numbers."""
     return canonical_sha256(list(kept))[:12]
-
-
-class Vocabulary(StudentTokens):
-    """The pieces that students have of a cache's tokenizer.
-
-    Lost pieces are spelled by others, and what becomes too long is cut before its last token; where tokens
-    have to keep their places, a lost piece is an unknown one.
-    """
-
-    def __init__(self, pieces: Pieces, counts: npt.NDArray[np.int64], kept: Sequence[int]) -> None:
-        """Prepare to read sequences.
-
-        Args:
-            pieces: the pieces of the cache's tokenizer.
-            counts: how often the cache has each piece, `(pieces,)`: others are not looked at.
-            kept: numbers of the pieces that students have, ascending.
-        """
-        self.pieces, self.kept = pieces, tuple(kept)
-        self.tokenizer = pieces.trimmed(kept)
-        self.name = name_of(kept)
-        self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
-        self._new[torch.tensor(kept)] = torch.arange(len(kept))
-        lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
-        self._has_lost = bool(lost)
-        spelled = pieces.spelled(kept, lost) if lost else {}
-        # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
-        self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
-        self._first, self._count = torch.arange(pieces.size), torch.ones(pieces.size, dtype=torch.int64)
-        if lost:
-            sizes = torch.tensor([len(ids) for ids in spelled.values()])
-            self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
-
-    def check_places(self, *, reads_texts: bool) -> None:
-        """Raise InvalidConfigError if a lost piece could only be read as another token, or in two ways."""
-        if self._has_lost and reads_texts:
-            raise InvalidConfigError(
-                "--vocab: pieces that students lack are read as unknown ones where single tokens are "
-                "learned, and are spelled by other pieces where whole texts are, as later in use. Learn one "
-                "after the other (--first), or leave --vocab out and trim the student afterwards."
-            )
-        if self._has_lost and self.tokenizer.unk_token_id is None:
-            raise InvalidConfigError(
-                "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack are "
-                "read as unknown ones, and this tokenizer has no unknown token. Leave --vocab out, or learn "
-                "vectors of texts (--objective embedding)."
-            )
-
-    @property
-    def pad_token(self) -> int:
-        """Id that fills up the sequences that students read."""
-        return int(self._new[self.pieces.tokenizer.pad_token_id])
-
-    def read(self, inputs: Inputs, most: int | None) -> Inputs:
-        """Return sequences as students read them."""
-        if most is None:
-            return inputs.with_ids(self._new[inputs.ids])
-        ids = inputs.ids[inputs.valid]
-        counts = self._count[ids]
-        places = (self._first[ids] - counts.cumsum(0) + counts).repeat_interleave(counts)
-        spelled = self._spelling[places + torch.arange(len(places))]
-        lengths = [int(part.sum()) for part in counts.split(inputs.lengths.tolist())]
-        rows = [
-            row if len(row) <= most else torch.cat([row[: most - 1], row[-1:]])
-            for row in spelled.split(lengths)
-        ]
-        return Inputs.of(rows, self.pad_token)

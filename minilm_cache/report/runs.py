@@ -11,7 +11,12 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import CacheNotFoundError, IdentityMismatchError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.errors import (
+    CacheNotFoundError,
+    IdentityMismatchError,
+    InvalidConfigError,
+    MiniLMCacheError,
+)
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import read_config
 from minilm_cache.models.student import student_config, teacher_config

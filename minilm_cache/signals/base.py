@@ -39,6 +39,11 @@ class SignalCodec(ABC):
     def paths(self) -> tuple[str, ...]:
         """Paths of its arrays, in the first masked reading."""
 
+    @property
+    @abstractmethod
+    def is_of_tokens(self) -> bool:
+        """Whether each token has values, so that a student must read the same tokens."""
+
     @abstractmethod
     def encode(self, values: Tensor, length: int) -> Mapping[str, Tensor]:
         """Return rows by path, `(batch, length, ...)`, or `(batch, 1, ...)` where a sequence has one row."""
@@ -116,6 +121,11 @@ class AsIs(SignalCodec):
     def paths(self) -> tuple[str, ...]:
         """Path of its array."""
         return (self.path,)
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether each token has values."""
+        return self.place == "token"
 
     def encode(self, values: Tensor, length: int) -> Mapping[str, Tensor]:
         """Return values in the type of the array."""

@@ -74,6 +74,11 @@ class SignalsCodec:
             path for name in wanted for path in (self.labels if name == LABELS else self._codecs[name]).paths
         )
 
+    def paths_of_texts(self, wanted: Sequence[SignalName]) -> tuple[str, ...]:
+        """Return the paths of those of these signals that belong to whole texts, not to their tokens."""
+        codecs = (self._codecs[name] for name in wanted if name != LABELS)
+        return tuple(path for codec in codecs if not codec.is_of_tokens for path in codec.paths)
+
     def stored_path(self, path: str, reading: int) -> str:
         """Return the path of an array in a masked reading; arrays that masks do not change have only one."""
         return reading_path(path, reading) if path in masked_paths(self.parameters) else path

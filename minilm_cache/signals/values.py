@@ -28,6 +28,11 @@ class Coded(SignalCodec):
         """Path of the codes."""
         return (state_codes_path(self.name),)
 
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether each token has values."""
+        return not self.by_sequence
+
     def encode(self, values: Tensor, length: int) -> Mapping[str, Tensor]:
         """Return codes of values."""
         del length

@@ -17,9 +17,9 @@ from minilm_cache.cache import Cache
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.student import build_student
+from minilm_cache.models.student_tokens import StudentTokens
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
-from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.slicing.cut import Recipe, cut, cut_head
 from minilm_cache.slicing.forward import Calibration, num_tokens, of_cache
 from minilm_cache.slicing.source import TeacherWeights
@@ -144,11 +144,10 @@ def _document(plan: SlicePlan, errors: Sequence[float], sha256: str) -> str:
 def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor], list[float]]:
     """Cut a slice, and return the weights that come from the teacher, and the errors of its states."""
     teacher, lacking = plan.weights.load(plan.head)
-    sequences = of_cache(plan.cache, plan.num_tokens)
+    sequences, pair = of_cache(plan.cache, plan.num_tokens), plan.cache.manifest.identity.packing.pair
     if plan.tokens is not None:
         most = plan.cache.manifest.identity.packing.max_length
-        sequences = [plan.tokens.row(ids, most) for ids in sequences]
-    pair = plan.cache.manifest.identity.packing.pair
+        sequences, pair = [plan.tokens.row(ids, most) for ids in sequences], plan.tokens.pair
     text = Calibration.of(sequences, config.pad_token_id or 0, pair)
     student = build_student(config, _SEED, plan.head).eval()
     with enough_memory(CPU, "Use --init random"):

@@ -17,7 +17,7 @@ from minilm_cache.cache import Cache, refuse_no_pairs
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs, query_numbers
-from minilm_cache.models.vocabulary import StudentTokens
+from minilm_cache.models.student_tokens import StudentTokens
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import KERNELS, choose_method
 from minilm_cache.relations.scores import (
@@ -163,11 +163,12 @@ class BatchReader:
         self._pad_token = pad_token
         self._device = device
         self._tokens = tokens
-        by_token = [spec.path for spec in cache.reader.specs if not spec.by_sequence and spec.path in paths]
+        of_texts = () if signals_codec is None else signals_codec.paths_of_texts(wanted.signals)
+        learns_tokens = bool(paths.keys() - {*of_texts}) or bool(wanted.kinds)
         # Texts may get other numbers of tokens where nothing that is learned belongs to a token.
-        self._most = None if by_token or wanted.kinds else cache.manifest.identity.packing.max_length
-        if tokens is not None and self._most is None:
-            tokens.check_places(reads_texts=len(by_token) < len(paths))
+        self._most = None if learns_tokens else cache.manifest.identity.packing.max_length
+        if tokens is not None and learns_tokens:
+            tokens.check_places(reads_texts=bool(of_texts))
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
         """Yield this process's parts of steps without end; segments and the next step are read ahead.
@@ -289,16 +290,18 @@ class BatchReader:
         if codec is not None and LABELS in self._wanted.signals:
             masked = codec.masked(rows, lengths).pinned_for(self._device)
         is_full = gathered.counts["tokens"] == ids.numel()
-        inputs = Inputs(ids, lengths, is_full=is_full).paired(self._pair)
+        inputs, pair, pad_token = Inputs(ids, lengths, is_full=is_full), self._pair, self._pad_token
         if self._tokens is not None:
-            inputs = self._tokens.read(inputs, self._most)
+            inputs, pair = self._tokens.read(inputs, self._most), self._tokens.pair
+            pad_token = self._tokens.pad_token
             if is_rounded:  # reading may have changed the lengths
-                inputs = inputs.filled_up(rounded_length(inputs.ids.shape[1], most), self._tokens.pad_token)
-        queries = None
+                inputs = inputs.filled_up(rounded_length(inputs.ids.shape[1], most), pad_token)
+        inputs, queries = inputs.paired(pair), None
         if self._pair is not None and self._wanted.queries:
             queries = query_numbers(ids.numpy(), self._pair)
             if self._wanted.apart:
-                inputs = inputs.apart(self._pair, queries, self._pad_token)
+                assert pair is not None
+                inputs = inputs.apart(pair, queries, pad_token)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
             inputs=inputs.pinned_for(self._device),

@@ -16,10 +16,10 @@ from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
 from minilm_cache.models.arch import own_seed
 from minilm_cache.models.locate import ALIASES, MINI, MINI_ID
 from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of, similarity_of
+from minilm_cache.models.student_tokens import StudentTokens
 from minilm_cache.models.tap import Head
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
-from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.manifest import (
     PROMPTS_FILE,

@@ -9,15 +9,16 @@ from typing import Final
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
+from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments, take_settings
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import check_family_positions, reads_past_alone, shape_config, teacher_config
+from minilm_cache.models.student_tokens import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.models.tap import Head
 from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, some_token, tokenizer_sha256
-from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.parts import check_cut, check_sizes
@@ -355,11 +356,12 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
     check_family_positions(
         donor.config, donor.folder, name=donor.in_words, token=some_token(own), max_length=longest
     )
-    refuse_segments(donor.config, cache.manifest.identity.packing.pair, donor.in_words)
+    pair = cache.manifest.identity.packing.pair
     if (
         tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
         or own.get_vocab() == cached.get_vocab()
     ):
+        refuse_segments(donor.config, pair, donor.in_words)
         return None
     needs = config.spec.needs
     if needs.of_tokens or not (needs.pooled or needs.logits):
@@ -373,7 +375,11 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
             f"--vocab is about the tokenizer of the cache, and {donor.in_words} has another. Trim the donor "
             "first: minilm-cache trim."
         )
-    return OtherTokenizer(cached, own)
+    if pair is None:
+        return OtherTokenizer(cached, own)
+    own_pair = pair_template_of(own).model_copy(update={"cut": pair.cut})
+    refuse_segments(donor.config, own_pair, donor.in_words)
+    return OtherTokenizer(cached, own, pairs=(pair, own_pair))
 
 
 def _refuse_causal_donor(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> None:

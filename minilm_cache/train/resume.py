@@ -20,7 +20,7 @@ from minilm_cache.train.record import (
     refuse_other_run,
 )
 from minilm_cache.train.setup import num_steps, student_shapes
-from minilm_cache.train.vocabulary import refuse_own_tokens, student_vocabulary
+from minilm_cache.train.vocabulary import student_vocabulary
 
 
 def recorded(
@@ -141,7 +141,6 @@ def check_first(config: TrainConfig, cache: Cache, *, out: Path | None, home: Pa
         objective = choose_objective(checked, cache, arch=config.arch)
     refuse_donor_of_first(config, cache, student_shapes(config, objective), home=home)
     if config.vocab is not None:  # the first run has all pieces
-        refuse_own_tokens(cache, "--vocab")
         student_vocabulary(config, cache)
 
 

@@ -19,7 +19,7 @@ from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import teacher_config
-from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
+from minilm_cache.models.student_tokens import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
@@ -65,7 +65,7 @@ from minilm_cache.train.setup import (
 from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
-from minilm_cache.train.vocabulary import held_out_coverage, refuse_own_tokens
+from minilm_cache.train.vocabulary import held_out_coverage
 from minilm_cache.wording import Made, Place, number_text
 
 _LOOKED_AT: Final = 4096
@@ -223,21 +223,20 @@ def _refuse_no_held_out(config: TrainConfig, cache: Cache) -> None:
 def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens | None) -> None:
     """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
 
-    These are those with a tokenizer of their own, and bi-encoders whose tokenizer puts other tokens around a
-    text alone: they learn it between the tokens that are before and after a pair. An objective that compares
-    the documents of a query is refused where queries have one each.
+    These are bi-encoders whose tokenizer puts other tokens around a text alone: they learn it between the
+    tokens that are before and after a pair. An objective that compares the documents of a query is refused
+    where queries have one each.
     """
     pair = cache.manifest.identity.packing.pair
     if pair is None:
         return
-    if tokens is not None:
-        refuse_own_tokens(cache, "--vocab" if isinstance(tokens, Vocabulary) else "--init-teacher")
     if objective.wanted.apart:
-        single = template_of(cached_tokenizer(cache.reader))
-        if (single.before, single.after) != (pair.before, pair.after):
+        read_as = pair if tokens is None else tokens.pair
+        single = template_of(cached_tokenizer(cache.reader) if tokens is None else tokens.tokenizer)
+        if read_as is None or (single.before, single.after) != (read_as.before, read_as.after):
             raise InvalidConfigError(
-                "--encoder bi: the tokenizer of this cache puts other tokens around a text than a pair, so "
-                "that bi-encoders would read other texts than they learned. Take --encoder cross."
+                "--encoder bi: the students' tokenizer puts other tokens around a text than a pair, so that "
+                "bi-encoders would read other texts than they learned. Take --encoder cross."
             )
     looked_at = range(min(_LOOKED_AT, cache.manifest.num_train))
     if objective.wanted.groups and len(looked_at) > 1:

@@ -22,8 +22,9 @@ from minilm_cache.models.student import (
     student_config,
     teacher_config,
 )
+from minilm_cache.models.student_tokens import StudentTokens, Vocabulary
 from minilm_cache.models.tap import Head, TappedModel
-from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model, trimmed_config
+from minilm_cache.models.vocabulary import trim_model, trimmed_config
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader

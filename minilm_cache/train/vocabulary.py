@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.models.vocabulary import Coverage, Pieces, Vocabulary, name_of
+from minilm_cache.models.student_tokens import Vocabulary
+from minilm_cache.models.vocabulary import Coverage, Pieces, name_of
 from minilm_cache.settings import OF_TEXTS, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.train.card import cached_tokenizer, student_prompts
@@ -40,7 +41,7 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
         pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
     )
     kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
-    return Vocabulary(pieces, counts + of_held_out, kept)
+    return Vocabulary(pieces, counts + of_held_out, kept, pair=cache.manifest.identity.packing.pair)
 
 
 def listed_name(config: TrainConfig, cache: Cache) -> str | None:
@@ -56,15 +57,6 @@ def listed_name(config: TrainConfig, cache: Cache) -> str | None:
 
 def _pieces(cache: Cache) -> Pieces:
     return Pieces(cached_tokenizer(cache.reader), student_prompts(cache.reader).by_name.values())
-
-
-def refuse_own_tokens(cache: Cache, option: str) -> None:
-    """Raise InvalidConfigError for students with a tokenizer of their own, of a cache of pairs of texts."""
-    if cache.manifest.identity.packing.pair is not None:
-        raise InvalidConfigError(
-            f"{option}: the sequences of this cache are pairs of texts, which students read with the "
-            "teacher's own tokenizer. Leave it out."
-        )
 
 
 def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:

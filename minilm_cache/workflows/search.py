@@ -35,7 +35,8 @@ from minilm_cache.models.student import (
     student_config,
     teacher_config,
 )
-from minilm_cache.models.vocabulary import Vocabulary, trimmed_config
+from minilm_cache.models.student_tokens import Vocabulary
+from minilm_cache.models.vocabulary import trimmed_config
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.report.front import Candidate, Round, SearchRecord, candidate_name, read_search
 from minilm_cache.report.page import write_report

@@ -19,12 +19,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from minilm_cache.cache import open_cache, refuse_no_pairs
 from minilm_cache.corpus.load import load_corpus
-from minilm_cache.corpus.order import cut_pair
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.errors import CacheCorruptError, CorpusError, TeacherError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.inputs import Inputs, cut_pair
 from minilm_cache.models.load import load_model
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.report.provenance import dump_command
@@ -357,10 +356,6 @@ def test_records_that_are_no_pairs_are_one_line(world: World, command: Command) 
     command.fails(*words, "--corpus", text, *both, code=2, says="give one of them")
     prompted = ("--pair-columns", "a,b", "--prompt", "c ")
     command.fails(*words, "--corpus", text, *prompted, code=2, says="--packing records")
-    write_pairs(world.corpus)
-    world.dump(**PAIRS, codec="none", logits=True)
-    train = ("train", world.root / "cache", "--objective", "tinybert-prediction", "--arch", "1x32")
-    command.fails(*train, "--vocab", "cache", code=2, says="pairs of texts")
 
 
 def test_a_file_without_a_header_may_begin_with_a_number_of_a_column(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_a_prompt_of_an_import_is_read_by_students_and_named_in_their_folder(
     words = ("import", write_vectors(world), "--tokenizer", world.teacher, "--max-length", 32)
     assert command(*words, "--prompt", "ba bo ", "--out", world.root / "prompted")[0] == 0
     cache, tokenizer = open_cache(world.root / "prompted"), AutoTokenizer.from_pretrained(world.teacher)
-    texts = [tokenizer.decode(cache[number].input_ids, skip_special_tokens=True) for number in (0, 1)]
+    texts = [str(tokenizer.decode(cache[number].input_ids, skip_special_tokens=True)) for number in (0, 1)]
     assert all(text.startswith("ba bo ") for text in texts)
     train = (
         "train",

@@ -25,6 +25,7 @@ from minilm_cache.train.sampler import plan_steps
 from tests.conftest import Command
 from tests.integration.corpus.test_pairs import with_segments
 from tests.integration.objectives.conftest import CPU, settings, trainer_of
+from tests.integration.train.test_donors import save_donor
 from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_groups
 
 GROUPS: dict[str, Any] = {"pair_columns": "query,right+wrong", "for": "listwise", "seed": 3}
@@ -48,6 +49,34 @@ def test_a_cross_encoder_opens_with_the_length_that_it_learned(world: World) -> 
     card = (run.student_path("1x16") / "README.md").read_text()
     assert "at most 32 tokens" in card
     assert "seed 4" in card
+
+
+@pytest.mark.parametrize("encoder", ["cross", "bi"])
+@pytest.mark.parametrize("own", ["some pieces", "all pieces of the text", "another model's"])
+def test_students_with_a_tokenizer_of_their_own_read_pairs_as_they_are_used(
+    world: World, encoder: str, own: str
+) -> None:
+    """The held-out loss is the error of scores that sentence-transformers computes of the texts themselves.
+
+    The other model's tokenizer has more tokens a text, so that documents of its pairs are cut.
+    """
+    is_other = own == "another model's"
+    world.dump(**GROUPS, max_length=20 if is_other and encoder == "cross" else 32)
+    asked: dict[str, Any] = {"vocab": "30" if own == "some pieces" else "cache"}
+    if is_other:
+        asked = {"init_teacher": str(save_donor(world.root / "donor"))}
+    run = world.train("run", objective="score", encoder=encoder, **asked)
+    cache, folder = open_cache(world.root / "cache"), str(run.student_path("1x32"))
+    held_out = texts_of(cache)[cache.manifest.num_train :]
+    of_teacher = [float(each.states()[LOGITS][0]) for each in cache[cache.manifest.num_train :]]
+    if encoder == "cross":
+        scores = CrossEncoder(folder, device="cpu").predict(held_out)
+    else:
+        vectors: Any = SentenceTransformer(folder, device="cpu")
+        scores = (vectors.encode([a for a, _ in held_out]) * vectors.encode([b for _, b in held_out])).sum(1)
+    (student,) = run.record.students
+    assert student.held_out_after is not None
+    assert student.held_out_after["score"] == pytest.approx(np.square(scores - of_teacher).mean(), rel=1e-4)
 
 
 @pytest.fixture

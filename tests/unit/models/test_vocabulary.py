@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFa
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.vocabulary import Pieces, Vocabulary, trim_model
+from minilm_cache.models.student_tokens import Vocabulary
+from minilm_cache.models.vocabulary import Pieces, trim_model
 from minilm_cache.settings import asked_vocabulary
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]

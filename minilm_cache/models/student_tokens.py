@@ -1,0 +1,210 @@
+"""How students read the sequences of a cache, where their tokenizer is not that of its teacher.
+
+Either the tokenizer of another model reads the texts anew, or a trimmed one spells lost pieces by others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.inputs import Inputs, cut_pair, texts_of_pair
+from minilm_cache.models.tokenizer import tokenizer_sha256
+from minilm_cache.models.vocabulary import Pieces, name_of
+from minilm_cache.storage_schema.identity import PairTemplate
+
+
+class StudentTokens(ABC):
+    """How students read the sequences of a cache, where they have another vocabulary than its teacher."""
+
+    tokenizer: PreTrainedTokenizerFast
+    """The students' tokenizer, which is saved with them."""
+    name: str
+    """What identifies it: 12 hexadecimal digits of a hash."""
+    pair: PairTemplate | None = None
+    """What stands around and between two texts, in ids of `tokenizer`. None means that sequences are single
+    texts."""
+
+    @property
+    @abstractmethod
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+
+    @abstractmethod
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError if what is learned of tokens cannot be, because they lose their places.
+
+        Args:
+            reads_texts: whether something is learned of whole texts, too.
+        """
+
+    @abstractmethod
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them.
+
+        Args:
+            inputs: sequences of the cache, on the CPU. Segments of pairs are found again by `pair`.
+            most: most tokens of a sequence. None means that tokens have to keep their places, because what
+                is learned belongs to tokens.
+        """
+
+    def row(self, ids: Int[Tensor, " length"], most: int) -> Int[Tensor, " other_length"]:
+        """Return one sequence as students read it, cut to `most` tokens."""
+        inputs = self.read(Inputs.full(ids[None]), most)
+        return inputs.ids[0, : int(inputs.lengths[0])]
+
+
+class OtherTokenizer(StudentTokens):
+    """Another model's tokenizer: texts are written from the cache's token ids, and read anew."""
+
+    def __init__(
+        self,
+        cached: PreTrainedTokenizerFast,
+        own: PreTrainedTokenizerFast,
+        *,
+        pairs: tuple[PairTemplate, PairTemplate] | None = None,
+    ) -> None:
+        """Read texts that one tokenizer writes by another one.
+
+        Args:
+            cached: the tokenizer of the cache.
+            own: the tokenizer of students.
+            pairs: what each of them puts around and between two texts. None means that sequences are single
+                texts.
+        """
+        self._cached, self.tokenizer = cached, own
+        self._cached_pair = None if pairs is None else pairs[0]
+        self.pair = None if pairs is None else pairs[1]
+        self.name = tokenizer_sha256(own)[:12]
+
+    @property
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+        return int(self.tokenizer.pad_token_id)
+
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError: the other tokenizer's tokens have other places."""
+        del reads_texts
+        raise InvalidConfigError(
+            "students of this donor have another tokenizer than the cache, and what is learned of single "
+            "tokens has no place there. Take a donor with the tokenizer of the cache, or learn of whole "
+            "texts alone (--objective embedding)."
+        )
+
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them."""
+        assert most is not None, "`check_places` refuses what is learned of tokens"
+        rows = [
+            row[:length].tolist() for row, length in zip(inputs.ids, inputs.lengths.tolist(), strict=True)
+        ]
+        if self._cached_pair is None:
+            encoded = self.tokenizer(self._texts(rows), truncation=True, max_length=most, verbose=False)
+            return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), self.pad_token)
+        assert self.pair is not None
+        parts = zip(*(texts_of_pair(np.array(row), self._cached_pair) for row in rows), strict=True)
+        firsts, seconds = (
+            self.tokenizer(self._texts(some), add_special_tokens=False, verbose=False)["input_ids"]
+            for some in parts
+        )
+        before, between, after = self.pair.before, self.pair.between, self.pair.after
+        wholes = (
+            [*before, *first, *between, *second, *after]
+            for first, second in zip(firsts, seconds, strict=True)
+        )
+        return Inputs.of([_cut(torch.tensor(whole), most, self.pair) for whole in wholes], self.pad_token)
+
+    def _texts(self, rows: Sequence[Any]) -> list[str]:
+        return [str(self._cached.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+def _cut(row: Int[Tensor, " length"], most: int, pair: PairTemplate | None) -> Int[Tensor, " cut"]:
+    """Return a sequence cut to `most` tokens: before its last token, or as pairs are cut."""
+    if len(row) <= most:
+        return row
+    if pair is None:
+        return torch.cat([row[: most - 1], row[-1:]])
+    start, end = len(pair.before), len(row) - len(pair.after)
+    texts = cut_pair(row[start:end].numpy(), most - start - len(pair.after), pair)
+    return torch.cat([row[:start], torch.from_numpy(texts), row[end:]])
+
+
+class Vocabulary(StudentTokens):
+    """The pieces that students have of a cache's tokenizer.
+
+    Lost pieces are spelled by others, and what becomes too long is cut before its last token; where tokens
+    have to keep their places, a lost piece is an unknown one.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        counts: npt.NDArray[np.int64],
+        kept: Sequence[int],
+        *,
+        pair: PairTemplate | None = None,
+    ) -> None:
+        """Prepare to read sequences.
+
+        Args:
+            pieces: the pieces of the cache's tokenizer.
+            counts: how often the cache has each piece, `(pieces,)`: others are not looked at.
+            kept: numbers of the pieces that students have, ascending.
+            pair: what stands around and between the texts of the cache's pairs. None means single texts.
+        """
+        self.pieces, self.kept = pieces, tuple(kept)
+        self.tokenizer = pieces.trimmed(kept)
+        self.name = name_of(kept)
+        self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
+        self._new[torch.tensor(kept)] = torch.arange(len(kept))
+        if pair is not None:
+            names = ("before", "between", "after")
+            renumbered = {name: tuple(self._new[list(getattr(pair, name))].tolist()) for name in names}
+            self.pair = pair.model_copy(update=renumbered)
+        lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
+        self._has_lost = bool(lost)
+        spelled = pieces.spelled(kept, lost) if lost else {}
+        # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
+        self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
+        self._first, self._count = torch.arange(pieces.size), torch.ones(pieces.size, dtype=torch.int64)
+        if lost:
+            sizes = torch.tensor([len(ids) for ids in spelled.values()])
+            self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
+
+    def check_places(self, *, reads_texts: bool) -> None:
+        """Raise InvalidConfigError if a lost piece could only be read as another token, or in two ways."""
+        if self._has_lost and reads_texts:
+            raise InvalidConfigError(
+                "--vocab: pieces that students lack are read as unknown ones where single tokens are "
+                "learned, and are spelled by other pieces where whole texts are, as later in use. Learn one "
+                "after the other (--first), or leave --vocab out and trim the student afterwards."
+            )
+        if self._has_lost and self.tokenizer.unk_token_id is None:
+            raise InvalidConfigError(
+                "--vocab: what is learned of this cache belongs to tokens, so pieces that students lack are "
+                "read as unknown ones, and this tokenizer has no unknown token. Leave --vocab out, or learn "
+                "vectors of texts (--objective embedding)."
+            )
+
+    @property
+    def pad_token(self) -> int:
+        """Id that fills up the sequences that students read."""
+        return int(self._new[self.pieces.tokenizer.pad_token_id])
+
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them."""
+        if most is None:
+            return inputs.with_ids(self._new[inputs.ids])
+        ids = inputs.ids[inputs.valid]
+        counts = self._count[ids]
+        places = (self._first[ids] - counts.cumsum(0) + counts).repeat_interleave(counts)
+        spelled = self._spelling[places + torch.arange(len(places))]
+        lengths = [int(part.sum()) for part in counts.split(inputs.lengths.tolist())]
+        rows = [_cut(row, most, self.pair) for row in spelled.split(lengths)]
+        return Inputs.of(rows, self.pad_token)
