@@ -6,7 +6,6 @@ like `qrels/test.tsv` (query, document, grade), with a header or without one (Th
 """
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from minilm_cache.corpus.formats import texts_beside
+from minilm_cache.corpus.json_lines import json_objects
 from minilm_cache.errors import CorpusError, first_line
 
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of judgements that are no query."""
+_COLUMNS: Final = ("_id", "title", "text", "question", "answer")
+"""Columns of which no record may have two values."""
+_FIRST_SIGN: Final = 32
+"""The first character that is no control character."""
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
 """Columns of the groups that judgements make: a query, its right documents, and others."""
 
@@ -48,9 +52,11 @@ def read_judged(file: Path, texts: tuple[Path, Path], *, only_judged: bool = Fal
     """
     grades, lines = dict[str, dict[str, int]](), dict[str, int]()
     for number, (query, document, grade) in _judgements(file):
-        known = grades.setdefault(query, {})
-        if grade > 0 or document not in known:
-            known[document] = grade
+        if grades.setdefault(query, {}).setdefault(document, grade) != grade:
+            raise CorpusError(
+                f"{file}, line {number}: document {document!r} of query {query!r} has grade {grade}, and had "
+                f"{grades[query][document]} before. Keep one of the two."
+            )
         lines.setdefault(document, number)
     of_documents, of_queries = texts
     documents = _by_name(
@@ -92,8 +98,8 @@ def _by_name(records: Iterable[tuple[str, tuple[str, str]]]) -> dict[str, str]:
 
 def _document(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """Return the name of a document, and its text after its title; one of the two may be empty."""
-    title = str(row.get("title") or "")
-    has_title_alone = title.strip() and not str(row.get("text") or "").strip()
+    title = text_of(row, "title", where) if row.get("title") not in (None, "") else ""
+    has_title_alone = title and not str(row.get("text") or "").strip()
     text = "" if has_title_alone else text_of(row, "text", where)
     return text_of(row, "_id", where), f"{title} {text}".strip()
 
@@ -170,23 +176,14 @@ def json_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
         CorpusError: the file is missing or damaged.
     """
-    where = str(file)
     try:
-        with file.open(encoding="utf-8-sig") as opened:
-            for number, line in enumerate(opened, 1):
-                where = f"{file}, line {number}"
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise CorpusError(f"{where} holds no record. Write one object a line.")
-                    yield where, row
-    except json.JSONDecodeError as error:
+        for where, row in json_objects(file, *_COLUMNS):
+            yield f"{file}, {where}", row
+    except CorpusError:
+        raise
+    except (OSError, ValueError) as error:
         raise CorpusError(
-            f"cannot read {where}: {error.msg} (column {error.colno}). Give records of JSON, one a line."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(
-            f"cannot read {where}: {first_line(error)}. Give records of JSON, one a line."
+            f"cannot read {file}: {first_line(error)}. Give records of JSON, one a line."
         ) from error
 
 
@@ -204,6 +201,8 @@ def text_of(row: Mapping[str, Any], name: str, where: str) -> str:
             f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}. Add it or remove "
             "the record."
         )
+    if name == "_id" and any(ord(sign) < _FIRST_SIGN for sign in value):
+        raise CorpusError(f"{where} has a control character in its _id, {value[:40]!r}. Remove it.")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -1,5 +1,6 @@
 """Files that a corpus may consist of: which of a folder are read, and what none of them may hold."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -228,6 +229,25 @@ def kind_of(value: object) -> str:
     }
     number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
     return kinds.get(type(value), "nothing" if value is None else number)
+
+
+def plain_number(value: object) -> float:
+    """Return a value of a record as a number. NaN means that it is none.
+
+    Truth values are none, and neither are words that Python alone reads as numbers, such as 1_5.
+    """
+    words = str(value)
+    if value is None or isinstance(value, bool) or not words.isascii() or "_" in words:
+        return math.nan
+    try:
+        return float(words)
+    except ValueError:
+        return math.nan
+
+
+def words_of(text: str) -> str:
+    """Return a text as texts are compared where white space and capital letters do not count."""
+    return " ".join(text.split()).casefold()
 
 
 def joined_columns(column: str, known: Sequence[str]) -> list[str] | None:

@@ -478,7 +478,7 @@ def _batches(
 ) -> Iterator[list[Record]]:
     """Yield the records of files or of a data set, as many at a time as memory holds."""
     batch: list[Record] = []
-    known: Known = {}
+    known = Known.nothing()
     size = 0
     for source in sources:
         for record in reading.records(source, name, known):

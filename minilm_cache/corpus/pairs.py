@@ -4,6 +4,7 @@ A query with several documents is a group: one pair for each document. Pairs of 
 together, and follow each other in a cache.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import xxhash
 
 from minilm_cache.corpus.beir import judged_groups, refuse_other_columns
-from minilm_cache.corpus.formats import TEXT, judged_files, kind_of
+from minilm_cache.corpus.formats import TEXT, judged_files, kind_of, plain_number, words_of
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
     Record,
@@ -32,6 +33,8 @@ BETWEEN: Final = "\x1e"
 _OPTION: Final = "--pair-columns"
 _MOST_SCORE: Final = 1e6
 """Scores are float32, and so are the sums of their squares; no model gives one of this size."""
+_LIST_AS_TEXT: Final = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
+"""A list of texts as Python or JSON writes it, and with it tools that write tables of lists."""
 _SAME_SCORE: Final = 1e-3
 """Greatest difference of two scores of one pair, which other batches of a model explain."""
 
@@ -100,12 +103,24 @@ class PairColumns(NamedTuple):
                     refuse_other_columns(source, self.every)
                     return self._replace(are_groups=True)
             for _, row in _rows(source, self._replace(scores=()), name):
+                if row[self.seconds[0]] is None:  # this record says nothing of the others
+                    continue
                 return self._replace(are_groups=self.are_groups or isinstance(row[self.seconds[0]], list))
         return self
 
 
-Known = dict[int, float | None]
-"""Scores of pairs that were read, None where there are none, by the hash of both texts."""
+class Known(NamedTuple):
+    """What was read before."""
+
+    scores: dict[int, float | None]
+    """Scores of pairs, None where there are none, by the hash of both texts."""
+    queries: dict[str, str]
+    """Queries as they were read first, by `words_of`: their pairs are held out together."""
+
+    @classmethod
+    def nothing(cls) -> "Known":
+        """Return what is known before the first record."""
+        return cls({}, {})
 
 
 def refuse_uneven_cut(truncation: Truncation | None) -> None:
@@ -134,7 +149,7 @@ def read_pairs(
     if isinstance(source, Path):
         _refuse_text(source, columns)
         name = str(source)
-    known = {} if known is None else known
+    known = Known.nothing() if known is None else known
     for where, row in _rows(source, columns, name):
         yield from pairs_of(row, columns, f"{where} of {name}", known=known)
 
@@ -202,7 +217,8 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known:
     for document, score in zip((text for texts in documents.values() for text in texts), scores, strict=True):
         text = joined_pair((query, document), where)
         if _is_new(text, score, where, known=known):
-            yield Record(text, query, says_copies=True, score=score)
+            first = known.queries.setdefault(words_of(query), query)
+            yield Record(text, first, says_copies=True, score=score)
 
 
 def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool:
@@ -212,10 +228,10 @@ def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool
         CorpusError: it was read with another score.
     """
     key = xxhash.xxh3_64_intdigest(text.encode())
-    if key not in known:
-        known[key] = score
+    if key not in known.scores:
+        known.scores[key] = score
         return True
-    before = known[key]
+    before = known.scores[key]
     if score is not None and before is not None and abs(before - score) > _SAME_SCORE * max(1.0, abs(score)):
         first, second = (part[:40] for part in text.split(BETWEEN))
         raise CorpusError(
@@ -259,7 +275,16 @@ def _text(value: object, column: str, where: str) -> str:
 
 
 def _documents(value: object, column: str, where: str) -> list[str]:
-    """Return the documents of a column of groups: those of a list, one text, or none."""
+    """Return the documents of a column of groups: those of a list, one text, or none.
+
+    Raises:
+        CorpusError: one is no text, or is a list that was written as text.
+    """
+    if isinstance(value, str) and _LIST_AS_TEXT.fullmatch(value.strip()):
+        raise CorpusError(
+            f"corpus: {where} holds a list that was written as text in column {column!r}: {value[:40]!r}. "
+            "Write groups as .jsonl or .parquet, which have lists."
+        )
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [_text(each, column, where) for each in values]
 
@@ -278,11 +303,7 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
         )
     scores = []
     for each in values:
-        try:
-            is_number = not isinstance(each, bool) and str(each).isascii() and "_" not in str(each)
-            score = float(str(each)) if is_number else float("nan")
-        except ValueError:
-            score = float("nan")
+        score = plain_number(each)
         if each is None:
             raise CorpusError(f"corpus: {where} has no score in column {column!r}. Give it one or remove it.")
         if not abs(score) < _MOST_SCORE:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from minilm_cache.corpus.beir import json_records, read_judged, text_of
-from minilm_cache.corpus.formats import judged_files, texts_beside
+from minilm_cache.corpus.formats import judged_files, texts_beside, words_of
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.settings import RetrievalData, refuse_no_data
 from minilm_cache.session import Session
@@ -23,6 +23,16 @@ class OwnData:
     documents: Mapping[str, str]
     right: Mapping[str, Mapping[str, int]]
     """For each query, the grade of each document that is right, above 0."""
+
+    def is_itself(self, query: str, document: str) -> bool:
+        """Return whether a document is the query, and was not judged: it is never an answer.
+
+        In some data sets each query is a document, too, under the same name and perhaps with a title. BEIR's
+        own evaluation leaves it out (`ignore_identical_ids`).
+        """
+        if query != document or document in self.right[query]:
+            return False
+        return words_of(self.documents[document]).endswith(words_of(self.queries[query]))
 
 
 def own_data(named: RetrievalData, *, session: Session) -> OwnData:

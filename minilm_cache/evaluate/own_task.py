@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from minilm_cache.corpus.formats import kind_of
+from minilm_cache.corpus.formats import kind_of, plain_number
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
 from minilm_cache.evaluate.files import generation_columns, own_rows, read_own_text
@@ -171,7 +171,7 @@ def _label(value: object, where: str) -> object:
 def _refuse_words_among_values(rows: Sequence[Row]) -> None:
     """Raise CorpusError where most labels are values on a scale, and others are no numbers."""
     labelled = [row for row in rows if _word(row.label)]
-    values = np.array([_value(row.label) for row in labelled])
+    values = np.array([plain_number(row.label) for row in labelled])
     numbers = values[np.isfinite(values)]
     are_values = len(numbers) > _MOST_ARE_VALUES * len(values) and (numbers != np.round(numbers)).any()
     if are_values and len(numbers) < len(values):
@@ -205,18 +205,10 @@ def _held_out(known: Sequence[tuple[str, ...]], file: Path) -> set[tuple[str, ..
     return {known[at] for at in order[: max(1, round(_HELD_OUT * len(known)))]}
 
 
-def _value(label: object) -> float:
-    """Return a label as a number. NaN means that it is none."""
-    try:
-        return math.nan if isinstance(label, bool) or label is None else float(str(label))
-    except ValueError:
-        return math.nan
-
-
 def _is_scale(labels: Sequence[object], metric: Metric | None) -> bool:
     if metric is not None:
         return metric in _CORRELATIONS
-    values = np.array([_value(label) for label in labels if _word(label)])
+    values = np.array([plain_number(label) for label in labels if _word(label)])
     return bool(np.isfinite(values).all() and (values != np.round(values)).any())
 
 
@@ -229,7 +221,9 @@ def _classes(labels: Sequence[object], file: Path) -> tuple[str, ...]:
             f"{_MOST_CLASSES:,}. Name another column (--label-column), or give --metric pearson if labels "
             "are values on a scale."
         )
-    return tuple(sorted(found, key=lambda word: (math.isnan(_value(word)), _value(word), word)))
+    values = {word: plain_number(word) for word in found}
+    words = sorted(word for word in found if math.isnan(values[word]))  # they have no order as numbers
+    return (*sorted(found - {*words}, key=lambda word: (values[word], word)), *words)
 
 
 def _word(label: Any) -> str:  # noqa: ANN401 - any value of a file
@@ -262,7 +256,7 @@ def _number(label: object, classes: Sequence[str], where: str) -> float:
     word = _word(label)
     if classes and word in classes:
         return float(classes.index(word))
-    value = _value(label)
+    value = plain_number(label)
     if classes or not math.isfinite(value):
         wanted = f"a class of the training set ({', '.join(classes[:8])})" if classes else "a number"
         raise CorpusError(f"{where}: label {str(label)[:40]!r} is not {wanted}. Correct it.")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
+from minilm_cache.corpus.formats import words_of
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
@@ -22,6 +24,7 @@ from minilm_cache.evaluate.retrieval import (
     Measured,
     Ranked,
     Vectors,
+    drawn_order,
     measured,
     nearest,
     values_of,
@@ -109,19 +112,24 @@ def _hard_negatives(
 ) -> dict[str, list[str]]:
     """Return the nearest documents of each query that are not right, and not too near, the nearest first.
 
-    The margin is from the right document that is farthest, as sentence-transformers takes it. A document with
-    the text of a right one is none of them.
+    The margin is from the right document that is farthest, as sentence-transformers takes it. A document is
+    none of them if it is the query, or right for a query with the same words. White space and capital letters
+    do not count.
     """
     (queries, documents), names = vectors, list(data.documents)
-    found, places = dict[str, list[str]](), dict[str, list[int]]()
+    names_at = {name: at for at, name in enumerate(names)}
+    places, right_of = defaultdict[str, list[int]](list), defaultdict[str, set[str]](set)
     for at, text in enumerate(data.documents.values()):
-        places.setdefault(text, []).append(at)
-    for query, vector in zip(data.queries, queries, strict=True):
-        cosines = documents @ vector
-        texts = {data.documents[name] for name in data.right[query]}
-        right = [at for text in texts for at in places[text]]
-        farthest = float(cosines[right].min())
-        cosines[right] = -np.inf
+        places[words_of(text)].append(at)
+    for query, text in data.queries.items():
+        right_of[words_of(text)] |= {words_of(data.documents[name]) for name in data.right[query]}
+    found = dict[str, list[str]]()
+    for (query, text), vector in zip(data.queries.items(), queries, strict=True):
+        cosines, words = documents @ vector, words_of(text)
+        farthest = min(float(cosines[at]) for at in map(names_at.__getitem__, data.right[query]))
+        cosines[[at for known in (words, *right_of[words]) for at in places.get(known, ())]] = -np.inf
+        if query in names_at and data.is_itself(query, query):
+            cosines[names_at[query]] = -np.inf
         if config.margin is not None:
             cosines[cosines > farthest - config.margin * abs(farthest)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[: config.among]
@@ -262,11 +270,14 @@ def _reranked(
     pairs_per_s = len(texts) / (time.perf_counter() - started)
     if not np.isfinite(scores).all():  # which have no order
         raise TeacherError(f"{model.name} gives scores that are NaN or infinite. Get its weights again.")
+    names = list(data.documents)
+    drawn = {names[place]: number for number, place in enumerate(drawn_order(len(names)))}
     run: Ranked = {query: {} for query in found}
-    for (query, name), found_score in zip(pairs, scores.tolist(), strict=True):
-        run[query][name] = found_score
-    ranked = {query: dict(sorted(of.items(), key=lambda item: -item[1])) for query, of in run.items()}
-    values = values_of(data, ranked)
+    # Equal scores must not keep the order of the first stage, which would help a model that has no other.
+    for at in sorted(range(len(pairs)), key=lambda at: (-scores[at], drawn[pairs[at][1]])):
+        query, name = pairs[at]
+        run[query][name] = float(scores[at])
+    values = values_of(data, run)
     return RerankScores(
         model=model.name,
         ndcg_at_10=measured(values["ndcg_at_10"]),

@@ -131,17 +131,23 @@ def nearest(data: OwnData, queries: Vectors, documents: Vectors, *, most: int = 
     """Return the nearest documents of each query, and their cosines.
 
     Documents of the same cosine come in an order that is drawn (seed 0), the same for all queries: their
-    names and places say which ones are right, so that these would help a model that tells nothing apart.
+    names and places say which ones are right, so that these would help a model that tells nothing apart. A
+    document that is the query itself is left out.
     """
-    drawn = np.random.default_rng(0).permutation(len(documents))
-    documents, all_names, run = documents[drawn], list(data.documents), Ranked()
-    names = [all_names[place] for place in drawn]
+    drawn, all_names, run = drawn_order(len(documents)), list(data.documents), Ranked()
+    documents, names = documents[drawn], [all_names[place] for place in drawn]
     for first in range(0, len(queries), _QUERIES_AT_ONCE):
         scores = queries[first : first + _QUERIES_AT_ONCE] @ documents.T
-        places_of = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+        places_of = np.argsort(-scores, axis=1, kind="stable")[:, : most + 1]
         for query, places, row in zip(list(data.queries)[first:], places_of, scores, strict=False):
-            run[query] = {names[place]: float(row[place]) for place in places}
+            others = [place for place in places if not data.is_itself(query, names[place])]
+            run[query] = {names[place]: float(row[place]) for place in others[:most]}
     return run
+
+
+def drawn_order(count: int) -> npt.NDArray[np.int64]:
+    """Return the order in which documents of the same score come: drawn, the same each time."""
+    return np.random.default_rng(0).permutation(count)
 
 
 def values_of(data: OwnData, run: Ranked) -> dict[str, list[float]]:
@@ -163,7 +169,7 @@ def values_of(data: OwnData, run: Ranked) -> dict[str, list[float]]:
 
 def measured(values: Sequence[float]) -> Measured:
     """Return the mean of queries' values, times 100, and its bootstrap interval (2,000 resamples, seed 0)."""
-    numbers = 100 * np.asarray(values)
-    drawn = np.random.default_rng(0).integers(len(numbers), size=(_RESAMPLES, len(numbers)))
-    low, high = np.percentile(numbers[drawn].mean(1), (2.5, 97.5))
+    numbers, draw = 100 * np.asarray(values), np.random.default_rng(0)
+    means = [numbers[draw.integers(len(numbers), size=len(numbers))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
     return Measured(mean=float(numbers.mean()), low=float(low), high=float(high))

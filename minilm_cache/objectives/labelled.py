@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.corpus.formats import file_of_records
+from minilm_cache.corpus.formats import file_of_records, plain_number
+from minilm_cache.corpus.pairs import PairColumns
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.student import class_names
@@ -94,7 +95,7 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
     manifest = cache.manifest
     _refuse_other_texts(file, cache, home)
     classes = _numbers_of_classes(cache)
-    rows = read_rows(file, (config.label_column,), LABEL_COLUMN)
+    rows = read_rows(file, (*_text_columns(cache), config.label_column), LABEL_COLUMN)
     labels = [_number(row[config.label_column], classes, f"{file}, {where}") for where, row in rows]
     num_texts = manifest.identity.corpus.num_documents
     if len(labels) != num_texts:
@@ -109,6 +110,14 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
         )
     weight = 0.5 if config.label_weight is None else config.label_weight
     return OwnLabels(values=np.array(labels, np.float32)[documents_of(cache)], weight=weight)
+
+
+def _text_columns(cache: Cache) -> Sequence[str]:
+    """Return the columns of a cache's texts: whether a table has a header shows in all that are read."""
+    labels = cache.manifest.labels
+    if labels.pair_columns is not None:
+        return PairColumns.of(labels.pair_columns).every
+    return () if labels.text_column is None else (labels.text_column,)
 
 
 def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
@@ -158,10 +167,7 @@ def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noq
         return classes[word]
     if word in ("", "nan"):
         return float("nan")
-    try:
-        value = float(label)
-    except (TypeError, ValueError, OverflowError):
-        value = float("nan")
+    value = float(label) if isinstance(label, bool) else plain_number(label)
     if not classes and abs(value) < _MOST_SCORE and not isinstance(label, bool):
         return value
     if not classes:

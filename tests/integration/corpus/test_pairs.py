@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from minilm_cache.cache import open_cache, refuse_no_pairs
 from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.pairs import PairColumns
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.errors import CacheCorruptError, CorpusError, TeacherError
@@ -356,6 +357,23 @@ def test_records_that_are_no_pairs_are_one_line(world: World, command: Command) 
     command.fails(*words, "--corpus", text, *both, code=2, says="give one of them")
     prompted = ("--pair-columns", "a,b", "--prompt", "c ")
     command.fails(*words, "--corpus", text, *prompted, code=2, says="--packing records")
+
+
+def test_lists_that_were_written_as_text_are_refused(world: World, command: Command) -> None:
+    file = world.root / "groups.csv"
+    file.write_text("query,pos,neg\nba,be,\"['bi', 'bo']\"\n")
+    words = ("dump", "--teacher", world.teacher, "--corpus", file, "--pair-columns", "query,pos+neg")
+    command.fails(
+        *words, code=1, says=("a list that was written as text in column 'neg'", ".jsonl or .parquet")
+    )
+
+
+def test_the_first_record_may_lack_documents(tmp_path: Path) -> None:
+    """Whether records are groups is seen in the first one that has some."""
+    file = tmp_path / "groups.jsonl"
+    rows = [{"q": "ba", "d": None}, {"q": "be", "d": ["bi", "bo"]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert PairColumns.of("q,d").seen_in(file).are_groups
 
 
 def test_a_file_without_a_header_may_begin_with_a_number_of_a_column(tmp_path: Path) -> None:

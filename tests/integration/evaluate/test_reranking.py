@@ -65,6 +65,37 @@ def test_negatives_are_those_of_sentence_transformers(
     assert [group["positive"] for group in groups] == [[row["answer"]] for row in asked]
 
 
+def test_what_is_right_in_other_letters_is_no_negative(
+    tmp_path: Path, models: Models, command: Command
+) -> None:
+    """Nor is what is right for another query of the same words."""
+    folder = tmp_path / "beir"
+    (folder / "qrels").mkdir(parents=True)
+    texts = {"D0": "ba be", "D1": "Ba  be ", "D2": "bo bu", "D3": "BO BU", "D4": "da de di"}
+    asked = {"Q0": "ba bo", "Q1": " Ba bo"}
+    for name, rows in (("corpus", texts), ("queries", asked)):
+        lines = (json.dumps({"_id": each, "text": text}) + "\n" for each, text in rows.items())
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "qrels/test.tsv").write_text("Q0\tD0\t1\nQ1\tD2\t1\n")
+    words = ("mine", models[0], "--retrieval", folder, "--negatives", 5, "--max-length", 32)
+    assert command(*words, "--out", tmp_path / "groups.jsonl")[0] == 0
+    assert [row["negative"] for row in rows_of(tmp_path / "groups.jsonl")] == [["da de di"], ["da de di"]]
+
+
+def test_a_reranker_that_tells_nothing_apart_ranks_by_chance(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    """It does not keep the order of the first stage."""
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.save_pretrained(scorer)
+    sizes = ("--candidates", 30, "--max-length", 32)
+    words = ("rerank", scorer, "--retrieval", file, "--first-stage", models[0], *sizes, "--json")
+    first, found = json.loads(command(*words)[1])["models"]
+    assert found["ndcg_at_10"]["mean"] < first["ndcg_at_10"]["high"] / 2
+
+
 def test_mined_groups_are_dumped_as_they_are(
     tmp_path: Path, models: Models, file: Path, command: Command
 ) -> None:
@@ -150,24 +181,6 @@ def test_what_does_not_rank_is_one_line(tmp_path: Path, models: Models, file: Pa
         code=2,
         says="is a run of 2 students. Name the folder",
     )
-
-
-def test_a_reranker_that_tells_nothing_apart_leaves_the_order(
-    tmp_path: Path, models: Models, file: Path, command: Command
-) -> None:
-    folder = save_teacher(tmp_path / "constant", head="sequences", num_labels=1)
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    torch.nn.init.zeros_(model.classifier.weight)
-    model.save_pretrained(folder)
-    words = ("--retrieval", file, "--first-stage", models[0], "--max-length", 32, "--json")
-    code, printed, err = command("rerank", folder, *words)
-    assert code == 0, err
-    first, constant = json.loads(printed)["models"]
-    for name in ("ndcg_at_10", "mrr_at_10"):
-        assert constant[name] == first[name]
-    torch.nn.init.constant_(model.classifier.weight, torch.nan)
-    model.save_pretrained(folder)
-    command.fails("rerank", folder, *words, code=1, says="constant gives scores that are NaN or infinite")
 
 
 def test_what_is_mined_has_the_best_first_and_no_text_twice(

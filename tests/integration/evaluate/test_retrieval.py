@@ -200,14 +200,15 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     bad: list[tuple[Any, str]] = [
         ({"question": "ba"}, "has no text 'answer'; it has question"),
         ({"question": "ba", "answer": " "}, "has no text 'answer'"),
-        ([1], "holds no record"),
+        ([1], "where a record"),
+        (1, "where a record"),
         ({"question": "ba \ud800", "answer": "be"}, "half of a character"),
     ]
     for row, says in bad:
         file.write_text(json.dumps(row) + "\n")
         command.fails(*words, file, code=1, says=says)
     file.write_text(json.dumps({"question": "ba", "answer": "be"}) + '\n{"question": "b\n')
-    command.fails(*words, file, code=1, says="line 2: Invalid control character")
+    command.fails(*words, file, code=1, says="line 2 is not JSON: Invalid control character")
     file.write_text("")
     command.fails(*words, file, code=1, says="no query has a right document")
     command.fails(*words, tmp_path / "nothing", code=1, says="does not exist")
@@ -223,14 +224,57 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
         ("Q0\tD0", "a query, a document and a whole grade"),
         ("Q0\tD0\t\u00b2", "a query, a document and a whole grade"),
         ("Q0\tD0\t1.0", "a query, a document and a whole grade"),
+        ("Q0\tD0\t2", "document 'D0' of query 'Q0' has grade 2, and had 1 before"),
     ):
         qrels.write_text(f"{whole}{line}\n")
         command.fails(*words, folder, code=1, says=says)
     qrels.write_text(whole)
+    documents = (folder / "corpus.jsonl").read_text()
+    for row, says in (
+        ({"_id": "D5\0", "text": "ba"}, "control character in its _id"),
+        ({"_id": "D5", "title": "A \ud83d", "text": "ba"}, "half of a character"),
+        ({"_id": "D5", "title": ["x"], "text": "ba"}, "has no text 'title'"),
+    ):
+        (folder / "corpus.jsonl").write_text(f"{documents}{json.dumps(row)}\n")
+        command.fails(*words, folder, code=1, says=("corpus.jsonl, line", says))
+    (folder / "corpus.jsonl").write_text(f'{documents}{{"_id": "D5", "text": "ba", "text": "be"}}\n')
+    command.fails(*words, folder, code=1, says="has column 'text' twice")
+    (folder / "corpus.jsonl").write_text(documents)
     (folder / "corpus.jsonl").rename(folder / "texts.jsonl")
     command.fails(*words, folder, code=1, says=("cannot read", "corpus.jsonl"))
     qrels.unlink()
     command.fails(*words, folder, code=1, says=("cannot read", "BEIR's layout"))
+
+
+def test_a_query_that_is_a_document_finds_others(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    """As in ArguAna and Quora, whose evaluation leaves out a document with the name of the query."""
+    rows, folder = questions()[:-1], tmp_path / "beir"
+    write_beir(folder, rows)
+    words = ("embeddings", models[0], "--max-length", 32, "--retrieval", folder, "--json")
+    code, printed, err = command(*words)
+    assert code == 0, err
+    plain = json.loads(printed)["retrieval"][0]["ndcg_at_10"]["mean"]
+    with (folder / "corpus.jsonl").open("a") as opened:
+        for at, row in enumerate(rows):
+            opened.write(json.dumps({"_id": f"Q{at}", "title": "", "text": row["question"]}) + "\n")
+    found = read_own_data(RetrievalData(retrieval=folder))
+    evaluator = InformationRetrievalEvaluator(
+        dict(found.queries),
+        dict(found.documents),
+        {query: {*right} for query, right in found.right.items()},
+        ndcg_at_k=[10],
+        write_csv=False,
+    )
+    with_itself = 100 * evaluator(SentenceTransformer(str(models[0]), device="cpu"))["cosine_ndcg@10"]
+    measured_here = json.loads(command(*words)[1])["retrieval"][0]["ndcg_at_10"]["mean"]
+    assert with_itself < measured_here <= plain
+    out = tmp_path / "groups.jsonl"
+    mine = ("mine", models[0], "--retrieval", folder, "--negatives", 3, "--among", 3, "--max-length", 32)
+    assert command(*mine, "--out", out)[0] == 0
+    groups = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(group["query"] not in group["negative"] for group in groups)
 
 
 def test_a_model_that_tells_nothing_apart_ranks_by_chance(

@@ -46,8 +46,8 @@ def classifier(
     world: World, num_labels: int, *, dumped: dict[str, Any] | None = None, **settings: Any
 ) -> None:
     save_teacher(world.root / "classifier", head="sequences", num_labels=num_labels, **settings)
-    corpus = {"corpus": str(world.root / "labels.jsonl"), "packing": "records"}
-    world.dump(teacher=str(world.root / "classifier"), codec="none", logits=True, **corpus, **(dumped or {}))
+    text = {"corpus": str(world.root / "labels.jsonl"), "packing": "records", **(dumped or {})}
+    world.dump(teacher=str(world.root / "classifier"), codec="none", logits=True, **text)
 
 
 def answers(world: World) -> tuple[torch.Tensor, list[Any]]:
@@ -85,6 +85,20 @@ def test_the_loss_is_that_of_answers_and_labels(world: World, names: list[str] |
     assert {None} < {*numbers}
     assert student.held_out_before is not None
     assert student.held_out_before["prediction"] == pytest.approx(float(losses.mean()), abs=1e-4)
+
+
+def test_a_table_without_a_header_may_begin_with_the_number_of_its_label(world: World) -> None:
+    """Labels are 0 and 1 in many such tables, and the first column is called 0."""
+    table = [(number % 2, WORDS[number % 7], WORDS[number % 11]) for number in range(77)]
+    file = world.root / "labels.tsv"
+    file.write_text("".join(f"{label}\t{first}\t{second}\n" for label, first, second in table))
+    columns = {"corpus": str(file), "pair_columns": "1,2", "packing": "pairs"}
+    classifier(world, 2, dumped=columns)
+    settings = {"objective": "tinybert-prediction", "own_labels": str(file), "label_column": "0"}
+    found = own_labels(open_cache(world.root / "cache"), ObjectiveConfig(**settings))
+    assert found is not None
+    texts = documents_of(open_cache(world.root / "cache"))
+    assert found.values.tolist() == [table[number][0] for number in texts]
 
 
 @pytest.mark.parametrize("objective", ["score", "tinybert-prediction"])

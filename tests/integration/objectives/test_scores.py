@@ -123,6 +123,15 @@ def test_scores_are_those_of_the_teacher_and_pairs_of_a_query_stay_together(worl
     np.testing.assert_allclose(stored, encoder.predict(found), atol=1e-5)
 
 
+def test_queries_of_the_same_words_are_held_out_together(world: World) -> None:
+    again = [{**row, "query": row["query"].replace(" ", "  "), "wrong": ["ba ba"]} for row in rows_of(world)]
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in [*rows_of(world), *again]))
+    cache = open_cache(world.dump(**GROUPS).path)
+    queries, num_train = [query for query, _ in texts_of(cache)], cache.manifest.num_train
+    assert len(queries) > num_train
+    assert not {*queries[:num_train]} & {*queries[num_train:]}
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv", "tsv", "list"])
 def test_groups_are_read_in_the_layouts_that_people_have(world: World, tmp_path: Path, ending: str) -> None:
     """Columns of texts or of lists, one of documents or several; a repeated document counts once."""
