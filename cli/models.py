@@ -26,6 +26,7 @@ from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import RetrievalData
 from minilm_cache.settings import (
     PromptSettings,
@@ -182,13 +183,19 @@ def trim(
     """
     config = validated(TrimConfig, {**given, "model": model})
     refuse_missing(teacher=config.model, revision=config.revision, out=out)
-    asked_vocabulary(config.vocab)
-    refuse_no_text(config.corpus, config.text_column)
+    of_text = given.keys() & {"corpus", "text_column", "documents"}
+    if asked_vocabulary(config.vocab).file is None:
+        refuse_no_text(config.corpus, config.text_column)
+    elif of_text:
+        raise InvalidConfigError(
+            f"--{min(of_text).replace('_', '-')}: {config.vocab} lists the pieces, and no text is read. "
+            "Leave it out, or give --vocab texts."
+        )
     from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
     with stoppable_session() as session:
-        if not Path(config.vocab).is_file():  # a file lists the pieces, and no text is read then
+        if asked_vocabulary(config.vocab).file is None:
             note_default_corpus(given, config.corpus, session)
         trimmed = run_trim(config, out, session=session)
     if json:

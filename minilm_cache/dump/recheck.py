@@ -24,7 +24,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.locate import TeacherSource
-from minilm_cache.models.pooling import MODULES
+from minilm_cache.models.pooling import pools_texts
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.signals.table import SIGNALS, value_signal
@@ -208,7 +208,7 @@ def _bound(path: str, states: StatesIdentity) -> float:
 def _pooling_of(teacher: Teacher, stored: Pooling) -> Pooling | None:
     """Return how a teacher pools, described like a stored pooling. None means that it does not say."""
     try:
-        pooler = teacher.pooler(None if (teacher.folder / MODULES).is_file() else stored.mode)
+        pooler = teacher.pooler(None if pools_texts(teacher.folder) else stored.mode)
     except (InvalidConfigError, TeacherError):
         return None
     return pooler.identity(

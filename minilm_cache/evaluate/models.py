@@ -1,11 +1,10 @@
 """Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
@@ -28,8 +27,8 @@ from minilm_cache.models.load import (
     read_config,
 )
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
-from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler, map_files
-from minilm_cache.models.tokenizer import load_tokenizer, some_token
+from minilm_cache.models.pooling import SentenceEncoder, load_pooler, map_files, pools_texts
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words, some_token
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
@@ -66,7 +65,7 @@ class Evaluated:
     @property
     def pools(self) -> bool:
         """Whether its folder says how it pools, as those of sentence encoders do."""
-        return (self.folder / MODULES).is_file()
+        return pools_texts(self.folder)
 
     @property
     def answers(self) -> bool:
@@ -118,13 +117,7 @@ class Evaluated:
         tokenizer = load_tokenizer(self.folder, has_ends=has_ends)
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         model = load_to_run(self.folder)
-        table = None if isinstance(model, ExportedModel) else model.get_input_embeddings()
-        rows = table.num_embeddings if isinstance(table, nn.Embedding) else model.config.vocab_size
-        if len(tokenizer) > rows:
-            raise TeacherError(
-                f"the tokenizer in {self.folder} has {len(tokenizer)} words, and the model {rows} "
-                "embeddings. Save the tokenizer that it was trained with there."
-            )
+        refuse_more_words(tokenizer, model, self.folder)
         if getattr(model.config, "pad_token_id", None) is None:
             raise TeacherError(
                 f"{self.folder}/config.json names no pad_token_id, which is needed to batch texts of "
@@ -172,6 +165,12 @@ def _with_runs(names: Iterable[str]) -> Iterator[str]:
         yield from [str(run) for run in runs_of(Path(name)) if load_record(run).complete] or [name]
 
 
+def _doubled(models: Sequence[Evaluated]) -> set[str]:
+    """Return the file names that several models would have."""
+    slugs = [model.slug for model in models]
+    return {slug for slug in slugs if slugs.count(slug) > 1}
+
+
 def find_models(
     names: Sequence[str], revision: str | None, *, untrained: bool, without_weights: bool = False
 ) -> list[Evaluated]:
@@ -217,9 +216,15 @@ def find_models(
     for model in models:  # a run, and a study that has it, name the same students
         once.setdefault(model.folder.resolve(), model)
     models = list(once.values())
-    slugs = [model.slug for model in models]
-    doubled = next((model.name for model in models if slugs.count(model.slug) > 1), None)
-    if doubled is not None:
+    alike = _doubled(models)  # such as a student and its export
+    models = [
+        replace(model, name=f"{model.folder.resolve().parent.name}/{model.name}")
+        if model.slug in alike and model.folder.is_dir() and "/" not in model.name
+        else model
+        for model in models
+    ]
+    if alike := _doubled(models):
+        doubled = next(model.name for model in models if model.slug in alike)
         raise InvalidConfigError(
             f"two models are called {doubled}. Rename a folder, so that tables can tell them apart."
         )

@@ -346,6 +346,18 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
         )
 
 
+def is_cross_encoder(folder: Path) -> bool:
+    """Return whether sentence-transformers saved a folder as a cross-encoder, with a list of modules."""
+    is_listed = (folder / "modules.json").is_file()
+    return is_listed and _settings(_reading_file(folder)).get("transformer_task") == "sequence-classification"
+
+
+def reading_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that say how sentence-transformers runs its model."""
+    files = (folder / "modules.json", _reading_file(folder), folder / PROMPTS_FILE)
+    return [file for file in files if file.is_file()]
+
+
 def refuse_longer_texts(
     folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig, *, max_length: int
 ) -> None:
@@ -357,7 +369,8 @@ def refuse_longer_texts(
         config: its configuration.
         max_length: most tokens of a sequence, special tokens included.
     """
-    limit = text_length(folder, tokenizer, config) if (folder / "modules.json").is_file() else max_length
+    has_length = (folder / "modules.json").is_file() and not is_cross_encoder(folder)
+    limit = text_length(folder, tokenizer, config) if has_length else max_length
     if max_length > limit:
         raise InvalidConfigError(
             f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "
@@ -367,10 +380,10 @@ def refuse_longer_texts(
 
 def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> int:
     """Return the most tokens that a sentence encoder reads of a text, special tokens included."""
-    own = _settings(_reading_file(folder)).get("max_seq_length")
+    own, limit = _settings(_reading_file(folder)).get("max_seq_length"), positions_of(config) or math.inf
     if isinstance(own, int) and own > 0:
-        return own
-    return int(min(tokenizer.model_max_length, positions_of(config) or math.inf))
+        return int(min(own, limit))
+    return int(min(tokenizer.model_max_length, limit))
 
 
 def _reading_file(folder: Path) -> Path:

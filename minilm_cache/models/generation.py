@@ -29,12 +29,19 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
+from minilm_cache.models.decoding import (
+    GENERATION_FILE,
+    Decoding,
+    is_of_pairs,
+    read_decoding,
+    refuse_other_sources,
+)
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, has_sides, load_weights
+from minilm_cache.models.locate import read_json
 from minilm_cache.models.tap import gathered
-from minilm_cache.models.tokenizer import load_tokenizer, mask_token
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token, refuse_more_words
 
 NOT_PREDICTED: Final = -100
 """Label of a token that is not predicted, as transformers has it."""
@@ -331,8 +338,9 @@ class TextGenerator:
         if lacking:
             raise TeacherError(f"{folder} lacks weights of its head ({min(lacking)}). Get it again.")
         check_generates(model, decoding, str(folder))
-        pairs = is_of_pairs(folder)
-        return cls(model.to(place), load_tokenizer(folder), decoding, pairs=pairs)  # type: ignore[arg-type]
+        pairs, tokenizer = is_of_pairs(folder), load_tokenizer(folder)
+        refuse_more_words(tokenizer, model, folder)
+        return cls(model.to(place), tokenizer, decoding, pairs=pairs)  # type: ignore[arg-type]
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that `load` reads, and that transformers opens as a masked language model.
@@ -367,6 +375,9 @@ class TextGenerator:
         """
         decoding = decoding or self.decoding
         known = _known_sources(texts)
+        for each in known:
+            num_texts = 1 if isinstance(each, str) else len(each)
+            refuse_other_sources("the model", num_texts=num_texts, pairs=self.pairs)
         if batch_size < 1:
             raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")
@@ -444,6 +455,17 @@ def encode_sources(
         ids = tokenizer(*columns, truncation=True, max_length=max_source)["input_ids"]
         encoded |= dict(zip(numbers, ids, strict=True))
     return [encoded[number] for number in range(len(pairs))]
+
+
+def copy_decoding(source: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write how the model of another folder generates texts, where it does, by the ids of a tokenizer.
+
+    Raises:
+        TeacherError: the file of the source is damaged.
+        OSError: the file system refused.
+    """
+    if (source / GENERATION_FILE).is_file() and read_json(source / GENERATION_FILE).get("max_source"):
+        save_decoding(read_decoding(source), tokenizer, folder, pairs=is_of_pairs(source))
 
 
 def save_decoding(

@@ -4,6 +4,7 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 """
 
 import copy
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import header_of, library_errors, read_config_file, weight_files
@@ -210,6 +211,47 @@ def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) ->
     return model
 
 
+_NO_LIMIT: Final = 2**30
+"""Tokens of a sequence of a model without a table of positions."""
+_HEADS: Final[Mapping[str, TaskHead]] = {
+    "ForMaskedLM": "tokens",
+    "ForSequenceClassification": "sequences",
+    "ForQuestionAnswering": "spans",
+}
+"""Head of a model by the end of the name of its class."""
+
+
+def own_head(folder: Path, name: str) -> TaskHead | None:
+    """Return the head that a folder names. None means that it is an encoder alone.
+
+    Raises:
+        InvalidConfigError: it is another head, which would be lost.
+    """
+    of_class = (read_config(folder).architectures or [""])[0]
+    head = next((head for end, head in _HEADS.items() if of_class.endswith(end)), None)
+    if head is None and re.search(r"For[A-Z]|LMHead", of_class):
+        raise InvalidConfigError(
+            f"{name} is a {of_class}, whose head would be lost. Save the model without it: "
+            "AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
+        )
+    return head
+
+
+def load_with_own_head(folder: Path, name: str) -> PreTrainedModel:
+    """Load a model in evaluation mode with the head that its folder names, if it has its weights.
+
+    Raises:
+        InvalidConfigError: its head is one that would be lost.
+        TeacherError: the folder holds no model that can be loaded.
+    """
+    head = own_head(folder, name)
+    model, lacking = load_weights(folder, head, attention="sdpa")
+    if head is not None and lacking:  # folders name a head that they do not have
+        model, _ = load_weights(folder, attention="sdpa")
+    model.eval()
+    return model
+
+
 def load_weights(
     folder: Path,
     head: TaskHead | None = None,
@@ -353,6 +395,19 @@ def refuse_segments(config: PreTrainedConfig, pair: PairTemplate | None, name: s
             "one segment alone (type_vocab_size 1). Take token_type_ids out of model_input_names in its "
             "tokenizer_config.json."
         )
+
+
+@torch.no_grad()
+def usable_positions(model: PreTrainedModel) -> int:
+    """Return the most tokens of a sequence that a model reads; some families keep positions back."""
+    limit = positions_of(model.config)
+    if limit is None:
+        return _NO_LIMIT
+    try:
+        model(torch.ones((1, limit), dtype=torch.int64) * (model.config.vocab_size - 1))
+    except (IndexError, RuntimeError):
+        return int(limit) - (model.config.pad_token_id or 0) - 1
+    return int(limit)
 
 
 def check_positions(

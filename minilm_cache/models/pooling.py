@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import safetensors
 import torch
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.complete import refuse_other_reading, text_length
+from minilm_cache.models.complete import is_cross_encoder, reading_files, refuse_other_reading, text_length
 from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import read_config
+from minilm_cache.models.load import read_config, usable_positions
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
-from minilm_cache.models.tokenizer import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
@@ -208,6 +208,11 @@ class SentencePooler(nn.Module):
         _write(folder / MODULES, listed)
 
 
+def pools_texts(folder: Path) -> bool:
+    """Return whether a folder says how it pools, as those of sentence encoders do."""
+    return (folder / MODULES).is_file() and not is_cross_encoder(folder)
+
+
 def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
     """Add what sentence-transformers reads to a folder of a model, where the source of the model has it.
 
@@ -222,6 +227,11 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
         TeacherError: the source's pooling or prompts are damaged.
         OSError: the file system refused.
     """
+    if is_cross_encoder(source):
+        _refuse_foreign_code(read_json(source / MODULES, kind=list), source / MODULES)
+        for file in reading_files(source):
+            (folder / file.name).write_bytes(file.read_bytes())
+        return
     if (source / MODULES).is_file():
         width, tokenizer = read_config(source).hidden_size, load_tokenizer(source, has_ends=False)
         pooler = load_pooler(source, None, width, adds_prompts=True)
@@ -304,6 +314,17 @@ def load_pooler(
     return pooler
 
 
+def _refuse_foreign_code(listed: Sequence[Any], file: Path) -> None:
+    foreign = next(
+        (kind for kind in map(_type_of, listed) if not kind.startswith("sentence_transformers.")), None
+    )
+    if foreign is not None:
+        raise TeacherError(
+            f"{file} names {foreign}, which is code of its own, and none from a model's folder is run. Take "
+            "another teacher, or a copy of its folder without this file and --pooling."
+        )
+
+
 def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePooler:
     listed = read_json(file, kind=list)
     try:
@@ -334,14 +355,7 @@ def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePo
             f"{file} names {odd}, and only Transformer, Pooling, Dense and Normalize, in this order, can be "
             "computed here. Take another teacher, or a copy of its folder without this file and --pooling."
         )
-    foreign = next(
-        (kind for kind in map(_type_of, listed) if not kind.startswith("sentence_transformers.")), None
-    )
-    if foreign is not None:
-        raise TeacherError(
-            f"{file} names {foreign}, which is code of its own, and none from a model's folder is run. Take "
-            "another teacher, or a copy of its folder without this file and --pooling."
-        )
+    _refuse_foreign_code(listed, file)
     normalising = [path / "config.json" for kind, path in modules if kind == "Normalize"]
     if any(path.is_file() and not _has_usual_names(read_json(path)) for path in normalising):
         raise TeacherError(
@@ -506,8 +520,12 @@ class SentenceModel:
         """
         self._encoder, self._folder = SentenceEncoder.load(folder), folder
         self._tokenizer = load_tokenizer(folder, has_ends=False)
-        limit = text_length(folder, self._tokenizer, self._encoder.model.config)
-        self._max_length, self._prompts = min(max_length, limit), read_prompts(folder)
+        refuse_more_words(self._tokenizer, self._encoder.model, folder)
+        model = self._encoder.model
+        limit = min(max_length, text_length(folder, self._tokenizer, model.config))
+        if isinstance(model, PreTrainedModel):  # a file that was exported names its limit itself
+            limit = min(limit, usable_positions(model))
+        self._max_length, self._prompts = limit, read_prompts(folder)
         self._has_units = read_similarity(folder) != "dot"
 
     @property

@@ -10,9 +10,10 @@ import json
 from base64 import b64decode
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minilm_cache.errors import TeacherError
@@ -75,6 +76,24 @@ def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenize
             f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
         )
     return tokenizer
+
+
+def refuse_more_words(tokenizer: PreTrainedTokenizerFast, model: nn.Module, folder: Path) -> None:
+    """Raise TeacherError if a tokenizer has more words than its model has embeddings.
+
+    Args:
+        tokenizer: the tokenizer.
+        model: a model of transformers, or one that was exported, whose configuration says its size.
+        folder: their folder, for the message.
+    """
+    find: Any = getattr(model, "get_input_embeddings", None)
+    table = None if find is None else find()
+    rows = table.num_embeddings if isinstance(table, nn.Embedding) else cast("Any", model).config.vocab_size
+    if len(tokenizer) > rows:
+        raise TeacherError(
+            f"the tokenizer in {folder} has {len(tokenizer)} words, and the model {rows} embeddings. Save "
+            "the tokenizer that it was trained with there."
+        )
 
 
 def some_token(tokenizer: PreTrainedTokenizerFast) -> int:

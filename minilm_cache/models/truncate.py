@@ -10,10 +10,11 @@ import safetensors
 
 from minilm_cache.errors import first_line
 from minilm_cache.models.arch import read_layers
-from minilm_cache.models.load import keep_layers, load_model, quietly
+from minilm_cache.models.generation import copy_decoding
+from minilm_cache.models.load import keep_layers, load_with_own_head, quietly
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import copy_pooling
-from minilm_cache.models.tokenizer import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words
 from minilm_cache.settings import TruncateConfig
 from minilm_cache.store.durable import new_folder, prepare_new, storage_errors
 
@@ -60,7 +61,9 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
         StorageError: the folder cannot be written.
     """
     source = locate_teacher(config.teacher, config.revision)
-    model, tokenizer = load_model(source.folder), load_tokenizer(source.folder, has_ends=False)
+    model = load_with_own_head(source.folder, source.name)
+    tokenizer = load_tokenizer(source.folder, has_ends=False)
+    refuse_more_words(tokenizer, model, source.folder)
     depth = model.config.num_hidden_layers
     chosen = read_layers(config.layers, depth, "--layers", ascending=False)
     prepare_new(out)
@@ -68,6 +71,7 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
         keep_layers(model, chosen).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_pooling(source.folder, folder, model.config)
+        copy_decoding(source.folder, folder, tokenizer)
         (folder / "README.md").write_text(
             f"# {source.name}, layers {', '.join(map(str, chosen))}\n\nOf its {depth} layers, counted "
             "from 0, these are kept, unchanged and untrained.\n"

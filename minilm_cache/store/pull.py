@@ -56,6 +56,7 @@ def pull(url: str, out: Path, *, session: Session) -> TransferResult:
     """Copy a cache from a store into a folder, and check each file as it arrives.
 
     Raises:
+        InvalidConfigError: the folder lies in another cache.
         CacheNotFoundError: there is no cache.
         CacheCorruptError: a fetched file differs from what was committed.
         IdentityMismatchError: the folder holds something else.
@@ -66,6 +67,9 @@ def pull(url: str, out: Path, *, session: Session) -> TransferResult:
         out = out.resolve()
     except (OSError, RuntimeError) as error:
         raise InvalidConfigError(f"--out {out}: it is a loop of links. Choose another folder.") from error
+    around = next((folder for folder in out.parents if (folder / MANIFEST).is_file()), None)
+    if around is not None:
+        raise InvalidConfigError(f"--out {out}: it lies in the cache {around}. Choose another folder.")
     source = open_store(url)
     manifest = named_manifest(source)
     lock = out.with_name(f".{out.name}.pull.lock")

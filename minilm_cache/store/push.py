@@ -12,6 +12,7 @@ from minilm_cache.errors import (
     CacheIncompleteError,
     CacheNotFoundError,
     IdentityMismatchError,
+    InvalidConfigError,
 )
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import parse
@@ -38,6 +39,7 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         full: read existing files and replace those that differ. False means that only sizes are compared.
 
     Raises:
+        InvalidConfigError: the store is a cache itself.
         IdentityMismatchError: the store holds another dump with this fingerprint, and it is incomplete or
             `full` is set.
         CacheCorruptError: a file differs from what was committed; such a file is never sent.
@@ -47,7 +49,10 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     reader = CacheReader(root)
     manifest = reader.manifest
     num_shards = len(reader.ranges)
-    target = open_store(store_url).below(cache_name(manifest.labels, manifest.identity))
+    store = open_store(store_url)
+    if _complete_manifest(store) is not None:
+        raise InvalidConfigError(f"{store.url} is a cache itself, not a store of caches. Name another.")
+    target = store.below(cache_name(manifest.labels, manifest.identity))
     sender = _Sender(reader, target, session, full=full)
     existing = _complete_manifest(target)
     try:

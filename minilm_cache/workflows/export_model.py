@@ -22,9 +22,9 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
-from minilm_cache.models.load import has_sides, load_model
-from minilm_cache.models.outline import positions_of
+from minilm_cache.models.load import has_sides, load_model, load_weights, own_head, usable_positions
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
+from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
@@ -40,8 +40,6 @@ from minilm_cache.workflows.export import texts_of
 RECORD: Final = "export.json"
 """What an exported folder says about how it was made, and what it lost."""
 _BATCH: Final = 32
-_NO_LIMIT: Final = 2**30
-"""Tokens of a sequence of a model without a table of positions."""
 _FEWEST: Final = 16
 """Fewest texts: half of them to fit to, and half to judge by."""
 Texts = tuple[str, ...]
@@ -114,6 +112,7 @@ def export_model(
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
+    _refuse_lost_head(models[0])
     answers = models[0].answers or load_pooled_head(models[0].folder) is not None
     if answers and (config.data or config.retrieval):
         raise InvalidConfigError(
@@ -144,6 +143,19 @@ def export_model(
         )
     with saving("write", out), new_folder(out, replaces=False) as new:
         return export.write(fitted, judged, new, out=out)
+
+
+def _refuse_lost_head(model: Evaluated) -> None:
+    """Raise InvalidConfigError for a model whose head an export would leave out."""
+    if model.answers or model.pools or model.runtime is not None:
+        return
+    head = own_head(model.folder, model.name)
+    if head is not None and not load_weights(model.folder, head)[1]:
+        raise InvalidConfigError(
+            f"{model.name} has a head for {head}, which an export would leave out: vectors, classes and "
+            "scores of texts are exported. For its vectors, save the model without it: "
+            "AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
+        )
 
 
 def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Iterator[Texts]:
@@ -183,19 +195,6 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
     step = max(1, len(corpus.documents) // (2 * config.texts))
     for text in islice(corpus.texts(), 0, None, step):
         yield tuple(text.split(BETWEEN))
-
-
-@torch.no_grad()
-def _positions(model: PreTrainedModel) -> int:
-    """Return the most tokens of a sequence that a model reads; some families reserve positions."""
-    limit = positions_of(model.config)
-    if limit is None:
-        return _NO_LIMIT
-    try:
-        model(torch.ones((1, limit), dtype=torch.int64) * (model.config.vocab_size - 1))
-    except (IndexError, RuntimeError):
-        return int(limit) - (model.config.pad_token_id or 0) - 1
-    return int(limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +242,12 @@ class _Export:
                 f"{model.name}: the export agrees with the model to a cosine of {cosine:.6f}, and "
                 f"--min-cosine is {config.min_cosine:g}, so nothing is written. {self._remedy}"
             )
+        self.source.config.architectures = [type(self.source).__name__]  # what the file gives
         self.source.config.save_pretrained(folder)
-        self.tokenizer.model_max_length = min(self.tokenizer.model_max_length, _positions(self.source))
-        self.tokenizer.save_pretrained(folder)
+        # The one that judged cuts on the right, at --max-length.
+        tokenizer = load_tokenizer(model.folder, has_ends=False)
+        tokenizer.model_max_length = min(tokenizer.model_max_length, usable_positions(self.source))
+        tokenizer.save_pretrained(folder)
         copy_pooling(model.folder, folder, self.source.config)
         result = ExportedResult(
             path=out,

@@ -19,7 +19,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.pooling import MODULES, SentenceModel
+from minilm_cache.models.pooling import SentenceModel, pools_texts
 from minilm_cache.objectives.several import documents_of
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
@@ -53,7 +53,7 @@ def encoder_of_pairs(model: str, dump: Mapping[str, Any], *, is_pair: bool) -> S
     if not is_pair:
         raise InvalidConfigError(f"--mine {model}: the texts of this task are no pairs. Leave it out.")
     folder = locate_teacher(model).folder
-    if not (folder / MODULES).is_file():
+    if not pools_texts(folder):
         raise InvalidConfigError(
             f"--mine {model} gives no vectors of texts. Name a sentence encoder, like mini."
         )

@@ -204,7 +204,7 @@ def _empty(removed: Path) -> None:
 
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
-    """Yield the runs of the home, here and next to a folder that name it as their cache or beginning.
+    """Yield the runs of the home, here and next to a folder that began with it, or with a part of it.
 
     Beside the folder of a study's or a chain's caches lies that of its runs, which may have moved together.
     """
@@ -214,17 +214,19 @@ def _needing(path: Path, home: Path) -> Iterator[Path]:
         found = [_resolved(place) for place in places]
         has_moved = run.parent == beside and path.parent.name == "caches"
         moved = [path.parent / each.name for each in found if has_moved and each and not each.exists()]
-        if run.resolve() != path and path in [*found, *moved]:
+        named = [each for each in (*found, *moved) if each is not None]
+        if run.resolve() != path and any(path in (each, *each.parents) for each in named):
             yield run
 
 
 def _runs(*folders: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the runs in folders, each with the caches and the run that it was made from."""
+    """Yield the runs in folders, each with the caches, runs and models that it was made from."""
     different = dict.fromkeys(folder.resolve() for folder in folders)
     for run in (run for folder in different for run in runs_in(folder)):
         with suppress(MiniLMCacheError):  # a damaged run needs nothing
             record = load_record(run)
-            places = (record.cache, record.init, *record.also)
+            donor = record.init_teacher if Path(record.init_teacher or "").is_dir() else None
+            places = (record.cache, record.init, donor, *record.also)
             yield run, [place.rstrip("/") for place in places if place]
 
 

@@ -1,6 +1,5 @@
 """A model with a smaller vocabulary: the pieces that a text needs, and a tokenizer that cuts it as before."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +7,16 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedModel
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
-from minilm_cache.errors import InvalidConfigError
-from minilm_cache.models.load import TaskHead, load_weights, read_config
-from minilm_cache.models.locate import TeacherSource, locate_teacher
+from minilm_cache.models.generation import copy_decoding
+from minilm_cache.models.load import load_with_own_head
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import copy_pooling, num_map_weights
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tokenizer import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, trim_model
 from minilm_cache.session import ALONE, Session
@@ -29,12 +27,6 @@ from minilm_cache.wording import rendered
 _ASIDE: Final = 10
 """Every tenth document is set aside to measure coverage, by pieces that are chosen from the others."""
 _BATCH: Final = 1000
-_HEADS: Final[dict[str, TaskHead]] = {
-    "ForMaskedLM": "tokens",
-    "ForSequenceClassification": "sequences",
-    "ForQuestionAnswering": "spans",
-}
-"""Head of a model by the end of the name of its class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +79,8 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         coverage = pieces.coverage(of_others, _documents(tokens, numbers[aside], session))
     if len(kept) == pieces.size:
         session.progress.note(f"all {pieces.size:,} pieces are kept: the model is a copy of {source.name}")
-    model = _load(source)
+    model = load_with_own_head(source.folder, source.name)
+    refuse_more_words(pieces.tokenizer, model, source.folder)
     smaller = trim_model(model, kept)
     result = Trimmed(
         path=out,
@@ -99,27 +92,13 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
     )
     with saving("write", out), new_folder(out, replaces=False) as folder:
         smaller.save_pretrained(folder)
-        pieces.trimmed(kept).save_pretrained(folder)
+        tokenizer = pieces.trimmed(kept)
+        tokenizer.save_pretrained(folder)
         copy_pooling(source.folder, folder, smaller.config)
+        copy_decoding(source.folder, folder, tokenizer)
         card = rendered("minilm_cache.workflows", "trim.md.jinja", source=source.name, trimmed=result)
         (folder / "README.md").write_text(card)
     return result
-
-
-def _load(source: TeacherSource) -> PreTrainedModel:
-    """Return a model with the head that its folder names."""
-    name = (read_config(source.folder).architectures or [""])[0]
-    head = next((head for end, head in _HEADS.items() if name.endswith(end)), None)
-    if head is None and re.search(r"For[A-Z]|LMHead", name):
-        raise InvalidConfigError(
-            f"{source.name} is a {name}, whose head would be lost. Save the model without it: "
-            "AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
-        )
-    model, lacking = load_weights(source.folder, head, attention="sdpa")
-    if head is not None and lacking:  # folders name a head that they do not have
-        model, _ = load_weights(source.folder, attention="sdpa")
-    model.eval()
-    return model
 
 
 def _documents(

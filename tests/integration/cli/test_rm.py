@@ -60,6 +60,21 @@ def test_what_a_run_needs_is_kept(
     assert list((world.home / "runs").iterdir()) == []
 
 
+def test_a_run_whose_students_others_were_cut_from_is_kept(world: World, run: Path, command: Command) -> None:
+    student = run / "students/1x32"
+    for name, words in (
+        ("init", ("--init", student)),
+        ("donor", ("--init", "slice", "--init-teacher", student)),
+    ):
+        arch = "1x32" if name == "init" else "1x16"
+        more = ("--arch", arch, "--steps", 3, "--lr", "1e-6", "--out", world.home / "runs" / name)
+        code, _, err = command("train", world.root / "cache", *words, *more)
+        assert code == 0, err
+        command.fails("rm", run, "--yes", code=2, says=(f"{run} is needed by", name))
+        assert command("rm", world.home / "runs" / name, "--yes")[0] == 0
+    assert command("rm", run, "--yes")[0] == 0
+
+
 def test_nothing_is_removed_without_a_yes(
     world: World, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

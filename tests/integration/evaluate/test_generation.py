@@ -402,6 +402,15 @@ def test_sources_are_those_that_a_model_was_tuned_on(teacher: Path, tmp_path: Pa
     command.fails("evaluate", folder / "model", "--task", pairs, *columns, code=2, says="on single texts")
     generator = TextGenerator.load(folder / "model")
     assert generator.generate(text for text in ["ba", "be"]) == generator.generate(["ba", "be"])
+    with pytest.raises(InvalidConfigError, match="was tuned on single texts"):
+        generator.generate([("ba", "be")])
+    text = ("--corpus", _write(tmp_path / "text.jsonl", [{"text": "ba be bi bo bu"}] * 4), "--vocab", "texts")
+    layers = ("truncate", "--teacher", folder / "model", "--layers", "0,1")
+    for words in (("trim", folder / "model", *text), layers):
+        assert command(*words, "--out", tmp_path / words[0])[0] == 0
+        again = TextGenerator.load(tmp_path / str(words[0]))
+        assert again.decoding == generator.decoding
+        assert len(again.generate(["ba be"])) == 1
     for wrong in ([3], [("ba", 3)], [()], [("a", "b", "c")], "ba", 3):
         with pytest.raises(InvalidConfigError, match="give a list of texts"):
             generator.generate(wrong)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import TrimConfig, validated
 from minilm_cache.workflows.trim import trim
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.support import SPECIAL, World, save_teacher
 
 KEPT = "ba be bi do du"
@@ -110,6 +111,34 @@ def test_no_head_is_lost_without_a_word(tmp_path: Path, command: Command) -> Non
     assert AutoConfig.from_pretrained(tmp_path / "bare").architectures == ["BertModel"]
     words = ("trim", tags, *text, "--vocab", "cache", "--out", tmp_path / "x")
     command.fails(*words, code=2, says="goes with train")
+
+
+def test_a_file_of_pieces_needs_no_text(tmp_path: Path, command: Command) -> None:
+    model, pieces = save_teacher(tmp_path / "model"), tmp_path / "pieces.txt"
+    pieces.write_text("ba\nbe\n")
+    words = ("trim", model, "--vocab", pieces, "--out", tmp_path / "small")
+    command.fails(*words, "--text-column", "body", code=2, says="--text-column: ")
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert "no --corpus given" not in err
+
+
+def test_a_tokenizer_with_more_words_than_embeddings_is_refused(tmp_path: Path, command: Command) -> None:
+    model = save_teacher(tmp_path / "model")
+    save_encoder(model, "mean", max_length=32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zzz"])
+    tokenizer.save_pretrained(model)
+    text = ("--corpus", write_text(tmp_path))
+    for words in (
+        ("trim", model, *text, "--out", tmp_path / "x"),
+        ("truncate", "--teacher", model, "--layers", 0, "--out", tmp_path / "x"),
+        ("search-text", model, "ba zzz", *text),
+    ):
+        command.fails(
+            *words, code=1, says=("Save the tokenizer that it was trained with", "words, and the model")
+        )
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("vocab", ["file", "8"])

@@ -122,6 +122,16 @@ def test_another_push_mends_what_was_damaged_in_the_store(
     assert "nothing to do" in command("push", cache, store, "--full")[2]
 
 
+def test_a_cache_is_no_store_of_caches(world: World, command: Command, store: str) -> None:
+    cache = world.dump().path
+    command.fails("push", cache, cache, code=2, says="is a cache itself, not a store")
+    assert command("push", cache, store)[0] == 0
+    (url,) = (entry.url for entry in catalogue(store))
+    command.fails("push", cache, url, code=2, says="is a cache itself, not a store")
+    command.fails("pull", url, "--out", cache / "inner", code=2, says="it lies in the cache")
+    assert not (cache / "inner").exists()
+
+
 def test_the_root_of_a_bucket_is_a_store(world: World, command: Command, store: str) -> None:
     cache = world.dump(seed=41).path
     assert command("push", cache, f"s3://{BUCKET}")[0] == 0

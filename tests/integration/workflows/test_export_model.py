@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
 
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
+from minilm_cache.models.exported import ExportedModel
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
@@ -104,6 +106,67 @@ def test_files_answer_as_the_model_does(
     command.fails("export-model", out, "--out", tmp_path / "again", *form, code=1, says="was exported")
     dump = ("dump", "--teacher", out, "--corpus", world.corpus, "--max-length", 16)
     command.fails(*dump, code=1, says="was exported")
+
+
+def test_a_head_that_would_be_lost_is_refused(world: World, tmp_path: Path, command: Command) -> None:
+    for head in ("tokens", "spans"):
+        model = save_teacher(tmp_path / head, head=head, num_hidden_layers=1)
+        words = ("export-model", model, "--onnx", "--corpus", world.corpus, *FEW, "--out", tmp_path / "out")
+        command.fails(*words, code=2, says=f"has a head for {head}, which an export would leave out")
+
+
+def test_the_tokenizer_of_an_export_is_that_of_its_model(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    """It cuts where the model's own does, and not where texts were cut to judge the export."""
+    model = tmp_path / "left"
+    shutil.copytree(world.teacher, model)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation_side": "left"}))
+    export(command, model, tmp_path / "out", "--onnx", "--max-length", 16, corpus=world.corpus)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").truncation_side == "left"
+    own, exported = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (model, tmp_path / "out"))
+    assert exported.truncation == own.truncation
+    assert exported.padding == own.padding
+
+
+def test_a_student_and_its_export_of_one_name_are_told_apart(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    out = tmp_path / "shipped" / world.teacher.name
+    export(command, world.teacher, out, "--onnx", corpus=world.corpus)
+    code, printed, err = command(
+        *("speed", world.teacher, out, "--length", 16, "--batch-size", 1, "--turns", 1, "--json")
+    )
+    assert code == 0, err
+    names = [model["model"] for model in json.loads(printed)["models"]]
+    assert names == [f"{world.root.name}/encoder", "shipped/encoder"]
+
+
+def test_a_cross_encoder_that_sentence_transformers_saved_is_exported_and_trimmed(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    """Newer releases list its modules, as they do for sentence encoders; its activation stays."""
+    plain = save_teacher(tmp_path / "plain", head="sequences", num_labels=1, num_hidden_layers=1)
+    saved, pairs = tmp_path / "saved", [("ba be", "bi bo"), ("da", "de di do")]
+    whole = CrossEncoder(str(plain), device="cpu", max_length=32, activation_fn=torch.nn.Identity())
+    whole.save_pretrained(str(saved))
+    assert (saved / "modules.json").exists()
+    export(command, saved, tmp_path / "out", "--onnx", corpus=world.corpus)
+    scores = ExportedModel(tmp_path / "out", "onnx")
+    inputs = AutoTokenizer.from_pretrained(plain)(
+        *map(list, zip(*pairs, strict=True)), padding=True, return_tensors="pt"
+    )
+    np.testing.assert_allclose(scores(**inputs).logits[:, 0], whole.predict(pairs), atol=1e-4)
+    for words in (
+        ("trim", saved, "--corpus", world.corpus, "--vocab", 90),
+        ("truncate", "--teacher", saved, "--layers", 0),
+    ):
+        folder = tmp_path / words[0]
+        code, _, err = command(*words, "--out", folder)
+        assert code == 0, err
+        again = CrossEncoder(str(folder), device="cpu", max_length=32)
+        np.testing.assert_allclose(again.predict(pairs), whole.predict(pairs), atol=1e-5)
 
 
 def test_measured_by_every_command_that_measures_vectors(

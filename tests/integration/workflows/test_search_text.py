@@ -97,6 +97,17 @@ def test_mistakes(encoder: Path, corpus: Path, command: Command, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_folder_that_names_more_tokens_than_positions_is_read_as_far_as_they_go(
+    tmp_path: Path, corpus: Path, command: Command, family: str
+) -> None:
+    folder = save_teacher(tmp_path / "short", family)
+    save_encoder(folder, "mean", max_length=512)
+    longer = " ".join(WORDS[at % 20] for at in range(90))
+    code, _, err = command("search-text", folder, longer, "--corpus", corpus)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_texts_are_read_as_far_as_the_model_reads_them(
     tmp_path: Path, corpus: Path, command: Command, family: str
 ) -> None:
