@@ -221,6 +221,8 @@ def _show(result: "ChainResult", *, json: bool) -> None:
     _show_students(result.record)
     for remark in remarks(result.record.gains):
         print_pairs({"gain": remark})
+    for line in result.record.cautions:
+        print_pairs({"note": line})
 
 
 def _show_stages(folder: Path, planned: "Sequence[Stage]", *, json: bool) -> None:

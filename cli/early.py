@@ -58,7 +58,13 @@ from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
 from minilm_cache.storage_schema.identity import CacheIdentity, Truncation
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
-from minilm_cache.store.layout import MANIFEST, refuse_no_answers, refuse_no_cache, refuse_other_cache
+from minilm_cache.store.layout import (
+    MANIFEST,
+    refuse_no_answers,
+    refuse_no_cache,
+    refuse_occupied,
+    refuse_other_cache,
+)
 from minilm_cache.store.urls import is_url, parts_of_url
 from minilm_cache.train.config import SLICE, TrainConfig, check_batch, check_parts, refuse_no_beginning
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, rounds_of, runs_of
@@ -284,11 +290,14 @@ def refuse_several(name: str) -> None:
 
 
 def refuse_cache_of_others(config: DumpConfig, out: Path | None) -> None:
-    """Raise IdentityMismatchError if a folder has a cache that was dumped with other settings.
+    """Raise IdentityMismatchError if a folder has a cache that was dumped with other settings, or no cache.
 
     What the teacher and the text add to the settings is compared later.
     """
-    if out is None or not (out / MANIFEST).is_file():
+    if out is None or not out.is_dir():
+        return
+    if not (out / MANIFEST).is_file():
+        refuse_occupied(out)
         return
     from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
 
@@ -524,6 +533,12 @@ def refuse_unfit(study: "Study", *, here: bool) -> None:
         if isinstance(cache, DumpConfig):
             with study.located(_of_cache(study, name, "teacher")):
                 heads = Outline.of(cache.teacher, cache.revision).num_heads
+            with study.located(_of_cache(study, name, "layers")):
+                refuse_no_layers(cache)
+            with study.located(_of_cache(study, name, "max_length")):
+                refuse_too_long(cache.max_length, [cache.teacher], cache.revision, is_teacher=True)
+            with study.located(_of_cache(study, name, "prompt_name")):
+                refuse_no_prompt(cache)
             if here:
                 _refuse_no_text_of(study, name, cache)
         if heads is not None:

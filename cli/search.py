@@ -78,9 +78,11 @@ def search(
         record = result.record.model_dump(mode="json")
         student = {"student": str(result.student), "latency_ms": result.latency_ms}
         files = {"search": str(out), "report": str(result.report)}
-        print_json({**files, "winner": result.winner.name, **student, **record})
+        found = {"winner": result.winner.name, **student, "cautions": result.cautions}
+        print_json({**files, **found, **record})
         return
     _print(result, config, place)
+    _print_cautions(result)
 
 
 def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> None:
@@ -106,6 +108,11 @@ def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> N
             f"--out {quote(str(result.path / 'exported'))}",
         }
     )
+
+
+def _print_cautions(result: "SearchResult") -> None:
+    for line in result.cautions:
+        print_pairs({"note": line})
 
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:

@@ -148,6 +148,6 @@ def _shown(value: object) -> str:
         return "nothing"
     if isinstance(value, dict):
         return "some"
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
     text = _HASH.sub(r"\1...", text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

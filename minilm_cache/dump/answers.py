@@ -148,7 +148,8 @@ def _batches(
         pa.ArrowException,
     ) as error:  # names of columns may be no UTF-8
         raise CorpusError(
-            f"cannot read {config.vectors}: {first_line(error)}. Give a Parquet file of texts and vectors."
+            f"cannot read {config.vectors}: {first_line(error)}. Give a Parquet file of texts and vectors, "
+            "or --pair-columns and --score-columns for records of scores."
         ) from error
 
 

@@ -32,7 +32,7 @@ from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words, som
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
-from minilm_cache.train.students import refuse_other_weights
+from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,27 @@ def _doubled(models: Sequence[Evaluated]) -> set[str]:
     return {slug for slug in slugs if slugs.count(slug) > 1}
 
 
+def _told_apart(models: Sequence[Evaluated]) -> list[Evaluated]:
+    """Return models, those of one name, such as a student and its export, with the names of their folders.
+
+    Raises:
+        InvalidConfigError: two still have one name.
+    """
+    alike = _doubled(models)
+    told = [
+        replace(model, name=f"{model.folder.resolve().parent.name}/{model.name}")
+        if model.slug in alike and "/" not in model.name
+        else model
+        for model in models
+    ]
+    if alike := _doubled(told):
+        doubled = next(model.name for model in told if model.slug in alike)
+        raise InvalidConfigError(
+            f"two models are called {doubled}. Rename a folder, so that tables can tell them apart."
+        )
+    return told
+
+
 def find_models(
     names: Sequence[str], revision: str | None, *, untrained: bool, without_weights: bool = False
 ) -> list[Evaluated]:
@@ -196,6 +217,7 @@ def find_models(
         folder = Path(name)
         if is_run(folder):
             record = load_record(folder)
+            refuse_unfinished(folder, record)
             refuse_other_weights(folder, record)
             students = [student for student in record.students if student.diverged_at is None]
             run = folder.resolve().name
@@ -215,19 +237,7 @@ def find_models(
     once: dict[Path, Evaluated] = {}
     for model in models:  # a run, and a study that has it, name the same students
         once.setdefault(model.folder.resolve(), model)
-    models = list(once.values())
-    alike = _doubled(models)  # such as a student and its export
-    models = [
-        replace(model, name=f"{model.folder.resolve().parent.name}/{model.name}")
-        if model.slug in alike and model.folder.is_dir() and "/" not in model.name
-        else model
-        for model in models
-    ]
-    if alike := _doubled(models):
-        doubled = next(model.name for model in models if model.slug in alike)
-        raise InvalidConfigError(
-            f"two models are called {doubled}. Rename a folder, so that tables can tell them apart."
-        )
+    models = _told_apart(list(once.values()))
     shapes = (
         [Evaluated(name=model.name, folder=model.folder, untrained=True) for model in models]
         if untrained

@@ -35,9 +35,10 @@ def choose_device(name: str | None) -> torch.device:
         device = _own_gpu(torch.device(name))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidConfigError(
-            f"--device {name}: {first_line(error)}. Use cpu, or leave it out."
-        ) from error
+        reason = first_line(error)
+        if reason.startswith("Expected one of"):  # a list of all kinds that any build of torch knows
+            reason = "there is no such kind of device"
+        raise InvalidConfigError(f"--device {name}: {reason}. Use cpu or cuda, or leave it out.") from error
     return device
 
 

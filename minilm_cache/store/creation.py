@@ -14,8 +14,16 @@ from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.checked import digest_bytes, read_checked
-from minilm_cache.store.durable import is_vacant, locked, storage_errors, write_file
-from minilm_cache.store.layout import BEGUN, COMMITS, CREATE_LOCK, MANIFEST, below, refuse_other_cache
+from minilm_cache.store.durable import locked, storage_errors, write_file
+from minilm_cache.store.layout import (
+    BEGUN,
+    COMMITS,
+    CREATE_LOCK,
+    MANIFEST,
+    below,
+    refuse_occupied,
+    refuse_other_cache,
+)
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 from minilm_cache.wording import differing_values
 
@@ -26,11 +34,7 @@ def prepare_root(root: Path) -> None:
     Raises:
         IdentityMismatchError: the folder holds something that is not a cache.
     """
-    locks = below(root, CREATE_LOCK).parent
-    occupied = root.is_dir() and not is_vacant(root, apart_from=locks)
-    # Another rank may have started in the meantime; the manifest is the first file that it writes.
-    if occupied and not (root / MANIFEST).exists():
-        raise IdentityMismatchError(f"{root} is not empty and is not a cache. Choose another --out.")
+    refuse_occupied(root)
     root.mkdir(parents=True, exist_ok=True)
 
 

@@ -16,7 +16,7 @@ from minilm_cache.settings import looks_like_url
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import INDEX, CacheManifest, Calibration, Labels
-from minilm_cache.store.durable import linked_part
+from minilm_cache.store.durable import is_vacant, linked_part
 
 
 def described_otherwise(folder: Path) -> str:
@@ -221,3 +221,12 @@ def below(root: Path, path: str) -> Path:
             f"again."
         )
     return root.joinpath(*path.split("/"))
+
+
+def refuse_occupied(root: Path) -> None:
+    """Raise IdentityMismatchError if a folder holds something that is not a cache."""
+    locks = below(root, CREATE_LOCK).parent
+    occupied = root.is_dir() and not is_vacant(root, apart_from=locks)
+    # Another rank may have started in the meantime; the manifest is the first file that it writes.
+    if occupied and not (root / MANIFEST).exists():
+        raise IdentityMismatchError(f"{root} is not empty and is not a cache. Choose another --out.")

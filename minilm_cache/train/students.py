@@ -27,6 +27,15 @@ def refuse_other_weights(folder: Path, record: RunRecord, arch: str | None = Non
             )
 
 
+def refuse_unfinished(folder: Path, record: RunRecord) -> None:
+    """Raise IdentityMismatchError for a run that has not written its students yet."""
+    if not record.complete and lost_students(folder, record):
+        raise IdentityMismatchError(
+            f"run {folder} is not complete, and its students are not written yet. Finish it with the command "
+            "that began it; it resumes."
+        )
+
+
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:
     """Return the folders that a complete run has written and that are gone, or have lost their weights."""
     trained = (student for student in record.students if student.diverged_at is None)

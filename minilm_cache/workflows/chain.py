@@ -21,7 +21,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher, refuse_other_dump
 from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.report.page import write_report
-from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun, cautions
 from minilm_cache.report.tables import held_out_of, students_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import RelationKind
@@ -30,8 +30,8 @@ from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain_plan import Stage, Way, chain_settings, check_chain, stages
-from minilm_cache.workflows.config import ChainConfig
-from minilm_cache.workflows.stages import COMPLETE, SETTINGS_FILE, assistants_dump
+from minilm_cache.workflows.config import SETTINGS_FILE, ChainConfig
+from minilm_cache.workflows.stages import COMPLETE, assistants_dump
 
 CHAIN_FILE = "chain.json"
 REPORT_FILE = "report.html"
@@ -68,7 +68,10 @@ class ChainRecord(BaseModel):
     """Folders of the runs, relative to the chain's folder."""
     students: tuple[ChainStudent, ...]
     gains: dict[str, float]
-    """KL via assistants divided by KL direct, for each student that was trained both ways."""
+    """KL via assistants divided by KL direct, for each student that was trained both ways; empty where
+    students learned no relations, of which a KL would say nothing."""
+    cautions: tuple[str, ...] = ()
+    """What readers must know, such as students that ended worse than they began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +217,11 @@ def _train(config: ChainConfig, stage: Stage, *done: None, first: Path, session:
     settings = config.train.with_changes(
         arch=stage.arch, teacher_layer=layer, keep_checkpoints=config.train.keep_checkpoints or 0
     )
-    train_students(settings, stage.source, out=stage.path, session=session)
+    result = train_students(settings, stage.source, out=stage.path, session=session)
+    if worse := result.record.ended_worse(result.num_held_out):
+        session.progress.note(
+            f"{', '.join(worse)} ended worse than with the weights that training began with"
+        )
 
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
@@ -259,7 +266,7 @@ def _finish(
     )
     table = students_table(runs, teacher, device=config.dump.device)
     students = _students(table, trainings)
-    gains = _gains(students)
+    gains = _gains(students) if config.train.spec.is_relational else {}
     record = ChainRecord(
         teacher=config.dump.teacher,
         assistants=config.assistants,
@@ -267,6 +274,7 @@ def _finish(
         runs=tuple(str(stage.path.relative_to(folder)) for stage in trainings),
         students=students,
         gains=gains,
+        cautions=tuple(cautions(runs)),
     )
     with storage_errors("write", folder / CHAIN_FILE):
         write_file(folder / CHAIN_FILE, record.model_dump_json(indent=1).encode())

@@ -35,18 +35,18 @@ from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.wording import differing_values
 from minilm_cache.workflows.config import (
+    CACHES,
     NEEDS_OF_CHAINS,
     NOT_OF_A_CHAIN,
     RENAMED,
+    RUNS,
+    SETTINGS_FILE,
     ChainConfig,
     naming_settings,
     refuse_lacking,
     refuse_other_objective,
 )
 from minilm_cache.workflows.stages import (
-    CACHES,
-    RUNS,
-    SETTINGS_FILE,
     cache_state,
     check_student,
     check_training,

@@ -52,6 +52,11 @@ def naming_settings(train: Mapping[str, Any], earlier: Collection[str]) -> dict[
 
 NEEDS_OF_CHAINS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=False))
 """Needs of objectives that learn relations or vectors of texts, which caches of a chain hold."""
+CACHES: Final = "caches"
+RUNS: Final = "runs"
+"""Folders of a chain or a study."""
+SETTINGS_FILE: Final = "settings.json"
+"""File of the settings of a chain."""
 NOT_OF_A_CHAIN: Final = frozenset({"rank", "world_size", "serve", "for", *StateSettings.model_fields}) - {
     "pooling",
     "min_cosine",

@@ -40,7 +40,7 @@ from minilm_cache.models.vocabulary import trimmed_config
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.report.front import Candidate, Round, SearchRecord, candidate_name, read_search
 from minilm_cache.report.page import write_report
-from minilm_cache.report.runs import open_runs
+from minilm_cache.report.runs import TrainedRun, cautions, open_runs
 from minilm_cache.report.tables import students_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import FrozenSettings, validated
@@ -53,7 +53,7 @@ from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, refuse_other_texts, train_students
 from minilm_cache.train.setup import num_steps, student_shapes
 from minilm_cache.train.vocabulary import student_vocabulary
-from minilm_cache.wording import counted
+from minilm_cache.wording import counted, differing_values
 from minilm_cache.workflows.config import (
     SearchConfig,
     about_widths,
@@ -94,6 +94,8 @@ class SearchResult:
     """Milliseconds of a pass of the winner's shape, measured anew when all was trained."""
     report: Path
     """File of the page."""
+    cautions: tuple[str, ...]
+    """What readers must know, such as students that ended worse than they began."""
 
 
 def search(
@@ -145,20 +147,21 @@ def search(
     winner = next(each for each in record.candidates if each.name == tried[0])
     student = runs[winner.vocab].student_path(winner.arch)
     latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
+    trained_runs = open_runs(out, cache_place=str(cache), home=session.home)
     return SearchResult(
         path=out,
         record=record,
         winner=winner,
         student=student,
         latency_ms=latency_ms,
-        report=_write_page(record, cache, out=out, session=session),
+        report=_write_page(record, trained_runs, out=out, session=session),
+        cautions=tuple(cautions(trained_runs)),
     )
 
 
-def _write_page(record: SearchRecord, cache: str | Path, *, out: Path, session: Session) -> Path:
+def _write_page(record: SearchRecord, runs: Sequence[TrainedRun], *, out: Path, session: Session) -> Path:
     """Write the page about all rounds, and return its file."""
     session.progress.note("measuring sizes and speed of the students of all rounds")
-    runs = open_runs(out, cache_place=str(cache), home=session.home)
     students = students_table(runs, device="cpu")
     write_report(out / REPORT_FILE, runs, students, title=out.name, searches=[record])
     return out / REPORT_FILE
@@ -568,9 +571,9 @@ def _read(out: Path, space: _Space) -> SearchRecord | None:
         return None
     is_same = _given(record.settings) == _given(space.settings)
     if not is_same or record.fingerprint != space.cache.manifest.fingerprint:
-        raise IdentityMismatchError(
-            f"{out} holds a search with other settings or another cache. Choose another --out."
-        )
+        differing = list(differing_values(_given(record.settings), _given(space.settings)))
+        what = f"which differs in {', '.join(differing)}" if differing else "of another cache"
+        raise IdentityMismatchError(f"{out} holds another search, {what}. Choose another --out.")
     return record
 
 

@@ -16,7 +16,7 @@ from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import load_record
-from minilm_cache.train.students import refuse_other_weights
+from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
 from minilm_cache.workflows.config import SearchTextConfig
 
 _PART: Final = 512
@@ -95,6 +95,7 @@ def _folder(model: str, revision: str | None) -> Path:
     if not is_run(run):
         return locate_teacher(model, revision).folder
     record = load_record(run)
+    refuse_unfinished(run, record)
     refuse_other_weights(run, record)
     losses = {each.arch: each.loss_after for each in record.students if each.diverged_at is None}
     if not losses:

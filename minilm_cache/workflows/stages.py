@@ -22,11 +22,6 @@ from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.config import NOT_OF_A_CHAIN
 
-CACHES: Final = "caches"
-RUNS: Final = "runs"
-"""Folders of a chain or a study."""
-SETTINGS_FILE: Final = "settings.json"
-"""File of the settings of a chain."""
 COMPLETE: Final = "complete"
 TO_DO: Final = "to do"
 

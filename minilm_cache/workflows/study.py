@@ -48,15 +48,8 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
 from minilm_cache.train.vocabulary import listed_name
-from minilm_cache.workflows.stages import (
-    CACHES,
-    RUNS,
-    SETTINGS_FILE,
-    assistants_dump,
-    check_student,
-    check_training,
-    refuse_foreign,
-)
+from minilm_cache.workflows.config import CACHES, RUNS, SETTINGS_FILE
+from minilm_cache.workflows.stages import assistants_dump, check_student, check_training, refuse_foreign
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 

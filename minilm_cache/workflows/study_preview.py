@@ -10,7 +10,8 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.setup import refuse_other_dump
 from minilm_cache.evaluate.files import task_like
 from minilm_cache.session import Session
-from minilm_cache.workflows.stages import CACHES, COMPLETE, RUNS, TO_DO, cache_state, run_state
+from minilm_cache.workflows.config import CACHES, RUNS
+from minilm_cache.workflows.stages import COMPLETE, TO_DO, cache_state, run_state
 from minilm_cache.workflows.study import check_study, compared, known_record
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import Study

@@ -27,8 +27,7 @@ from minilm_cache.train.config import (
     with_preset,
 )
 from minilm_cache.train.folder import VIA, arch_slug
-from minilm_cache.workflows.config import NEEDS_OF_CHAINS
-from minilm_cache.workflows.stages import RUNS
+from minilm_cache.workflows.config import NEEDS_OF_CHAINS, RUNS
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_source import PATHS_OF_DUMPS, Location, Source
 

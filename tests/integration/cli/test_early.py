@@ -22,6 +22,7 @@ MISTAKES = {
     "dump --teacher mini --corpus nosuch.txt": "corpus nosuch.txt does not exist",
     "dump --teacher mini --corpus notes.txt --codec nosuch": "--codec nosuch",
     "dump --teacher mini --corpus notes.txt --out notes.txt": "notes.txt is a file",
+    "dump --teacher mini --corpus notes.txt --out run": "run is not empty and is not a cache",
     "dump --teacher empty --corpus notes.txt": "config.json is not there",
     "dump --teacher mini --corpus notes.txt --max-length 2": "--max-length 2",
     "train nosuch.cache --arch 3x384": "no cache at nosuch.cache",
@@ -202,11 +203,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "nothing.txt").touch()
     pq.write_table(pa.table({"text": ["ba"]}), folder / "table.parquet")
     (folder / "semicolons.csv").write_text("text;label\nba;1\n")
-    study = "dump: {teacher: teacher, corpus: notes.txt}\n"
+    study = "dump: {teacher: teacher, max_length: 32, corpus: notes.txt}\n"
     (folder / "key.yaml").write_text(f"{study}arch: [2x32]\ntrain: {{stepps: 3}}\n")
-    (folder / "text.yaml").write_text("dump: {teacher: teacher, corpus: nosuch.txt}\narch: [2x32]\n")
+    (folder / "text.yaml").write_text(
+        "dump: {teacher: teacher, max_length: 32, corpus: nosuch.txt}\narch: [2x32]\n"
+    )
     two = "caches:\n  two: {corpus: nosuch.txt}\n"
-    (folder / "own.yaml").write_text(f"dump: {{teacher: teacher}}\n{two}arch: [2x32]\n")
+    (folder / "own.yaml").write_text(f"dump: {{teacher: teacher, max_length: 32}}\n{two}arch: [2x32]\n")
     (folder / "heads.yaml").write_text(f"{study}arch: [2x32, 3x33]\n")
     scores = "evaluate: {task: sst2, data: empty}\n"
     (folder / "scores.yaml").write_text(f"{study}arch: [2x32]\n{scores}")

@@ -283,6 +283,14 @@ def test_settings_that_are_none_are_said_to_be_damaged(
     command.fails(*arguments(chained), code=1, says="settings.json is damaged. Choose another --out.")
 
 
+def test_students_that_ended_worse_are_named(world: World, command: Command) -> None:
+    world.corpus.write_text("\n\n".join([world.corpus.read_text()] * 4))
+    code, out, err = command(*arguments(world, "--lr", 1, "--json"))
+    assert code == 0, err
+    assert any("ended worse than with the weights" in line for line in json.loads(out)["cautions"])
+    assert "ended worse than with the weights that training began with" in err
+
+
 def test_a_moved_chain_goes_on(chained: World, command: Command) -> None:
     (chained.root / "chain").rename(chained.root / "moved")
     code, _, err = command(*arguments(chained, "--out", chained.root / "moved"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import load_record
@@ -82,6 +83,14 @@ def test_a_run_stands_for_its_best_student(world: World, encoder: Path, command:
     assert code == 0, err
     assert "searching the first 9 of" in err
     assert out == command("search-text", best, *asked)[1]
+
+
+def test_a_run_without_students_yet_is_to_be_finished(world: World, command: Command) -> None:
+    world.dump(**{"for": "embedding", "pooling": "mean"})
+    with pytest.raises(InterruptedRunError):
+        world.train("run", stop_at=2, objective="embedding", checkpoint_steps=2)
+    for words in (("search-text", world.root / "run", "ba"), ("speed", world.teacher, world.root / "run")):
+        command.fails(*words, code=1, says="is not complete, and its students are not written yet")
 
 
 def test_mistakes(encoder: Path, corpus: Path, command: Command, tmp_path: Path) -> None:

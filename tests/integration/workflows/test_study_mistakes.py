@@ -76,6 +76,14 @@ from tests.support import World
             {"objective": " [minilm, distilbert]", "caches": "\n  a: {codec: vectors}"},
             "line 1, dump: {teacher} has no head for masked tokens",
         ),
+        (
+            {"caches": "\n  a: {codec: vectors, layers: [7]}"},
+            "line 9, caches.a.layers: --layers 7: teacher teacher has layers 0 to 2",
+        ),
+        (
+            {"caches": "\n  a: {codec: dense, max_length: 200}"},
+            "line 9, caches.a.max_length: --max-length 200 is more than teacher teacher has",
+        ),
         ({"caches": "\n  a: null"}, "line 9, caches.a: give a mapping of names to settings"),
         ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
         ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
