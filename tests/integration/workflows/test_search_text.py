@@ -89,7 +89,10 @@ def test_a_run_without_students_yet_is_to_be_finished(world: World, command: Com
     world.dump(**{"for": "embedding", "pooling": "mean"})
     with pytest.raises(InterruptedRunError):
         world.train("run", stop_at=2, objective="embedding", checkpoint_steps=2)
-    for words in (("search-text", world.root / "run", "ba"), ("speed", world.teacher, world.root / "run")):
+    for words in (
+        ("search-text", world.root / "run", "ba"),
+        ("speed", world.teacher, world.root / "run", "--length", 16),
+    ):
         command.fails(*words, code=1, says="is not complete, and its students are not written yet")
 
 
