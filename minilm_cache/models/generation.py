@@ -29,13 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.decoding import (
-    GENERATION_FILE,
-    Decoding,
-    is_of_pairs,
-    read_decoding,
-    refuse_other_sources,
-)
+from minilm_cache.models.decoding import GENERATION_FILE, Decoding, is_of_pairs, read_decoding
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs, Part
 from minilm_cache.models.load import draw_weights, has_sides, load_weights
@@ -375,9 +369,10 @@ class TextGenerator:
         """
         decoding = decoding or self.decoding
         known = _known_sources(texts)
-        for each in known:
-            num_texts = 1 if isinstance(each, str) else len(each)
-            refuse_other_sources("the model", num_texts=num_texts, pairs=self.pairs)
+        if self.pairs and any(isinstance(each, str) or len(each) == 1 for each in known):
+            raise InvalidConfigError(
+                "the model was tuned on passages with answers: give pairs of texts, not single ones"
+            )
         if batch_size < 1:
             raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")

@@ -402,8 +402,9 @@ def test_sources_are_those_that_a_model_was_tuned_on(teacher: Path, tmp_path: Pa
     command.fails("evaluate", folder / "model", "--task", pairs, *columns, code=2, says="on single texts")
     generator = TextGenerator.load(folder / "model")
     assert generator.generate(text for text in ["ba", "be"]) == generator.generate(["ba", "be"])
-    with pytest.raises(InvalidConfigError, match="was tuned on single texts"):
-        generator.generate([("ba", "be")])
+    of_pairs = TextGenerator(generator.model.model, generator.tokenizer, generator.decoding, pairs=True)
+    with pytest.raises(InvalidConfigError, match="tuned on passages with answers: give pairs"):
+        of_pairs.generate(["ba"])
     text = ("--corpus", _write(tmp_path / "text.jsonl", [{"text": "ba be bi bo bu"}] * 4), "--vocab", "texts")
     layers = ("truncate", "--teacher", folder / "model", "--layers", "0,1")
     for words in (("trim", folder / "model", *text), layers):
