@@ -175,8 +175,8 @@ def rm(
         if needing and not force:
             runs = ", ".join(run.name for run in needing)
             raise InvalidConfigError(
-                f"{removal.place} is needed by {runs}. Remove these, too, or give --force: what they have "
-                "trained stays, but cannot be resumed or reported again."
+                f"{removal.place} is needed by {runs}. Remove these, too, or give --force: their "
+                "students stay, but these runs can no longer be resumed or reported."
             )
     if not yes:
         rows = [[removal.place, decimal(removal.num_bytes)] for removal in removals]

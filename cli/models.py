@@ -254,7 +254,7 @@ def export_model(
     print_pairs(
         {
             "folder": exported.path,
-            "size": f"{decimal(exported.num_bytes)} of {decimal(exported.bytes_before)}",
+            "size": f"{decimal(exported.num_bytes)} (the model itself has {decimal(exported.bytes_before)})",
             "cosine": f"{exported.cosine:.4f} with the model itself{least}, on {exported.judged_by} texts",
             **scores,
             "next": f"minilm-cache speed {quote(str(exported.model))} {quote(str(out))}",

@@ -230,9 +230,9 @@ def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary
         shares = ", ".join(f"{100 * share:.1f} in {dev}" for dev, share in chances.items())
         if models:
             yield (
-                f"{task} {name}".strip() + ": perhaps chance, with so few examples or so little "
-                f"training: {some_of(models)} (accuracy of the training set's commonest class "
-                f"for every text: {shares})"
+                f"{task} {name}".strip() + f": {some_of(models)} may be no better than chance, with so few "
+                "examples or so little training: the commonest class of the training set, answered for "
+                f"every text, has an accuracy of {shares}"
             )
 
 

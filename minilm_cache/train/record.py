@@ -372,6 +372,7 @@ def refuse_other_run(folder: Path, record: RunRecord, asked: Mapping[str, Any]) 
 
 
 _HINTS_ON_OLDER_RUNS: Final = {
+    "fingerprint": " It was trained from another cache.",
     "form": " Runs of the first releases go on with --form paper.",
     "init": " Students of a complete run stay what they began with: name the same --init to see it again.",
     "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
