@@ -12,6 +12,7 @@ from minilm_cache.cli.early import (
     refuse_files,
     refuse_missing,
     refuse_no_columns,
+    refuse_no_layers,
     refuse_no_task_data,
     refuse_no_text,
     refuse_too_long,
@@ -31,6 +32,7 @@ from minilm_cache.cli.options import (
     options,
 )
 from minilm_cache.dump.config import DumpConfig
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig, describe_preset, refuse_no_beginning, with_preset
@@ -125,6 +127,7 @@ def chain(
     from minilm_cache.workflows.chain import preview_chain, run_chain  # noqa: PLC0415 - importing it takes seconds
 
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
+    _refuse_unfit(config, document)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
@@ -163,6 +166,19 @@ def _refuse_missing(
         refuse_no_text(corpus, dump.get("text_column"), dump.get("pair_columns"))
     if teacher is not None and "max_length" in dump:
         refuse_too_long(dump["max_length"], [teacher], revision, is_teacher=True)
+
+
+def _refuse_unfit(config: ChainConfig, document: Path | None) -> None:
+    """Raise InvalidConfigError, with the name of the document, for what the teacher does not have."""
+    teacher, revision = config.dump.teacher, config.dump.revision
+    try:
+        refuse_undivided([*config.assistants, *config.train.arch], teacher, revision)
+        refuse_no_layers(config.dump)
+        refuse_too_long(config.dump.max_length, [teacher], revision, is_teacher=True)
+    except InvalidConfigError as error:
+        if document is None:
+            raise
+        raise InvalidConfigError(f"{document}: {error}") from error
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:

@@ -86,6 +86,14 @@ def test_a_document_is_the_same_chain_as_its_options(world: World, command: Comm
     command.fails(
         "chain", "--teacher", world.teacher, "--arch", "1x16", code=2, says="--assistant is missing"
     )
+    for dump, assistant, says in (
+        ("max_length: 32", "2x31", "--arch 2x31: hidden size 31"),
+        ("max_length: 32, layers: [7]", "2x32", "--layers 7: teacher teacher has layers 0 to 2"),
+        ("max_length: 200", "2x32", "--max-length 200 is more than teacher teacher"),
+    ):
+        wrong = f"dump: {{teacher: teacher, {dump}}}\ntrain: {{arch: [1x16]}}\nassistants: [{assistant}]\n"
+        document.write_text(wrong)
+        command.fails("chain", document, "--dry-run", code=2, says=("notes.yaml: ", says))
 
 
 @pytest.fixture(scope="module")
