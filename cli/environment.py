@@ -32,7 +32,8 @@ _OF_ONE_PROCESS: Final = frozenset(
 
 def refuse_many(arguments: Sequence[str]) -> None:
     """Raise InvalidConfigError where torchrun starts a command that runs in one process."""
-    if arguments and arguments[0] in _OF_ONE_PROCESS and os.environ.get("WORLD_SIZE", "1") != "1":
+    is_many = (os.environ.get("WORLD_SIZE") or "1") != "1"
+    if is_many and arguments and arguments[0] in _OF_ONE_PROCESS and not {"-h", "--help"} & {*arguments}:
         raise InvalidConfigError(
             f"{arguments[0]} runs in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}. Start it "
             "without torchrun, or unset WORLD_SIZE."

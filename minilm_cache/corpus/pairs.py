@@ -280,7 +280,8 @@ def _documents(value: object, column: str, where: str) -> list[str]:
     Raises:
         CorpusError: one is no text, or is a list that was written as text.
     """
-    if isinstance(value, str) and _LIST_AS_TEXT.fullmatch(value.strip()):
+    is_of_table = where.endswith((".csv", ".tsv"))  # which have no lists
+    if is_of_table and isinstance(value, str) and _LIST_AS_TEXT.fullmatch(value.strip()):
         raise CorpusError(
             f"corpus: {where} holds a list that was written as text in column {column!r}: {value[:40]!r}. "
             "Write groups as .jsonl or .parquet, which have lists."

@@ -21,10 +21,10 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import audit, audit_states
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.complete import pools_texts
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.locate import TeacherSource
-from minilm_cache.models.pooling import pools_texts
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.signals.table import SIGNALS, value_signal

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.settings import TRIAL_FILE
+from minilm_cache.models.complete import pools_texts
 from minilm_cache.models.exported import (
     ExportedModel,
     Runtime,
@@ -27,7 +28,7 @@ from minilm_cache.models.load import (
     read_config,
 )
 from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
-from minilm_cache.models.pooling import SentenceEncoder, load_pooler, map_files, pools_texts
+from minilm_cache.models.pooling import SentenceEncoder, load_pooler, map_files
 from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words, some_token
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of

@@ -352,6 +352,11 @@ def is_cross_encoder(folder: Path) -> bool:
     return is_listed and _settings(_reading_file(folder)).get("transformer_task") == "sequence-classification"
 
 
+def pools_texts(folder: Path) -> bool:
+    """Return whether a folder says how it pools, as those of sentence encoders do."""
+    return (folder / "modules.json").is_file() and not is_cross_encoder(folder)
+
+
 def reading_files(folder: Path) -> list[Path]:
     """Return the files of a folder that say how sentence-transformers runs its model."""
     files = (folder / "modules.json", _reading_file(folder), folder / PROMPTS_FILE)
@@ -369,8 +374,7 @@ def refuse_longer_texts(
         config: its configuration.
         max_length: most tokens of a sequence, special tokens included.
     """
-    has_length = (folder / "modules.json").is_file() and not is_cross_encoder(folder)
-    limit = text_length(folder, tokenizer, config) if has_length else max_length
+    limit = text_length(folder, tokenizer, config) if pools_texts(folder) else max_length
     if max_length > limit:
         raise InvalidConfigError(
             f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "

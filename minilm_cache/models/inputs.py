@@ -92,7 +92,9 @@ class Inputs:
         segments = (position >= second[:, None]) & self.valid & matches.any(1)[:, None]
         return replace(self, segments=segments.to(torch.int64))
 
-    def apart(self, pair: PairTemplate, queries: Int[Tensor, " batch"], pad_token: int) -> "Inputs":
+    def apart(
+        self, pair: PairTemplate, queries: Int[Tensor, " batch"], pad_token: int, *, most: int
+    ) -> "Inputs":
         """Return the texts of pairs as sequences of their own: each first text once, then all second texts.
 
         A text alone stands between the tokens that are before and after a pair.
@@ -101,6 +103,7 @@ class Inputs:
             pair: what stands around and between the texts.
             queries: number of the first text of each pair, as `query_numbers` returns them.
             pad_token: id that fills rows up.
+            most: most tokens of each sequence; what is longer is cut.
         """
         firsts, seconds = dict[int, Tensor](), list[Tensor]()
         before, after = (torch.tensor(part, dtype=torch.int64) for part in (pair.before, pair.after))
@@ -110,7 +113,8 @@ class Inputs:
             firsts.setdefault(query, first)
             seconds.append(second)
         texts = [firsts[query] for query in range(len(firsts))] + seconds
-        return Inputs.of([torch.cat((before, text, after)) for text in texts], pad_token)
+        room = most - len(before) - len(after)
+        return Inputs.of([torch.cat((before, text[:room], after)) for text in texts], pad_token)
 
     @property
     def valid(self) -> Bool[Tensor, "batch length"]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import safetensors
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -28,7 +29,12 @@ from transformers import (
 from transformers.utils import logging
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
+from minilm_cache.models.complete import (
+    pools_texts,
+    refuse_ignored_settings,
+    refuse_incomplete,
+    refuse_other_family,
+)
 from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import header_of, library_errors, read_config_file, weight_files
 from minilm_cache.models.outline import positions_of, says_classifier, too_long
@@ -211,8 +217,6 @@ def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) ->
     return model
 
 
-_NO_LIMIT: Final = 2**30
-"""Tokens of a sequence of a model without a table of positions."""
 _HEADS: Final[Mapping[str, TaskHead]] = {
     "ForMaskedLM": "tokens",
     "ForSequenceClassification": "sequences",
@@ -222,14 +226,20 @@ _HEADS: Final[Mapping[str, TaskHead]] = {
 
 
 def own_head(folder: Path, name: str) -> TaskHead | None:
-    """Return the head that a folder names. None means that it is an encoder alone.
+    """Return the head that a folder names and holds. None means that it is an encoder alone.
+
+    Sentence encoders have none, whatever their folder names: their pooling takes its place.
 
     Raises:
-        InvalidConfigError: it is another head, which would be lost.
+        InvalidConfigError: it holds another head, which would be lost.
+        TeacherError: the folder holds no model.
     """
-    of_class = (read_config(folder).architectures or [""])[0]
+    config = read_config(folder)
+    of_class = (config.architectures or [""])[0]
     head = next((head for end, head in _HEADS.items() if of_class.endswith(end)), None)
-    if head is None and re.search(r"For[A-Z]|LMHead", of_class):
+    if not (head or re.search(r"For[A-Z]|LMHead", of_class)) or not _has_head(folder, config):
+        return None
+    if head is None and not pools_texts(folder):
         raise InvalidConfigError(
             f"{name} is a {of_class}, whose head would be lost. Save the model without it: "
             "AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
@@ -237,8 +247,23 @@ def own_head(folder: Path, name: str) -> TaskHead | None:
     return head
 
 
+def _has_head(folder: Path, config: PreTrainedConfig) -> bool:
+    """Return whether files of weights hold more than an encoder; a decoder behind it is no head."""
+    if config.is_encoder_decoder or family_of(config.model_type).has_decoder:
+        return False
+    with library_errors(f"cannot make a model of {folder}"), _ONE_AT_A_TIME, quietly(), torch.device("meta"):
+        encoder = _class_for(None, config).from_config(config)
+    known = {encoder.base_model_prefix, *(each for each, _ in encoder.named_children())}
+    known |= {each for each, _ in encoder.named_parameters(recurse=False)}
+    for file in weight_files(folder):
+        with library_errors(f"read {file}"), safetensors.safe_open(file, "pt") as opened:
+            if any(each.partition(".")[0] not in known for each in opened.keys()):  # noqa: SIM118 - no dictionary
+                return True
+    return False
+
+
 def load_with_own_head(folder: Path, name: str) -> PreTrainedModel:
-    """Load a model in evaluation mode with the head that its folder names, if it has its weights.
+    """Load a model in evaluation mode with the head that its folder names and holds.
 
     Raises:
         InvalidConfigError: its head is one that would be lost.
@@ -246,7 +271,7 @@ def load_with_own_head(folder: Path, name: str) -> PreTrainedModel:
     """
     head = own_head(folder, name)
     model, lacking = load_weights(folder, head, attention="sdpa")
-    if head is not None and lacking:  # folders name a head that they do not have
+    if head is not None and lacking:  # it holds another head than the one that it names
         model, _ = load_weights(folder, attention="sdpa")
     model.eval()
     return model
@@ -398,16 +423,22 @@ def refuse_segments(config: PreTrainedConfig, pair: PairTemplate | None, name: s
 
 
 @torch.no_grad()
-def usable_positions(model: PreTrainedModel) -> int:
-    """Return the most tokens of a sequence that a model reads; some families keep positions back."""
-    limit = positions_of(model.config)
-    if limit is None:
-        return _NO_LIMIT
+def usable_length(model: PreTrainedModel, length: int) -> int:
+    """Return the most tokens, up to `length`, of a sequence that a model reads.
+
+    Some families keep positions back, as many as the id of the padding token says.
+    """
+    limit, kept = positions_of(model.config), (model.config.pad_token_id or 0) + 1
+    if limit is None or length <= limit - kept:
+        return length
+    length = min(length, limit)
     try:
-        model(torch.ones((1, limit), dtype=torch.int64) * (model.config.vocab_size - 1))
+        model(torch.full((1, length), model.config.vocab_size - 1))
     except (IndexError, RuntimeError):
-        return int(limit) - (model.config.pad_token_id or 0) - 1
-    return int(limit)
+        if kept >= limit:
+            raise
+        return limit - kept
+    return length
 
 
 def check_positions(

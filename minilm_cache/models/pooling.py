@@ -25,7 +25,7 @@ from minilm_cache.models.complete import is_cross_encoder, reading_files, refuse
 from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import read_config, usable_positions
+from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words
@@ -206,11 +206,6 @@ class SentencePooler(nn.Module):
             for number, (path, kind) in enumerate(modules)
         ]
         _write(folder / MODULES, listed)
-
-
-def pools_texts(folder: Path) -> bool:
-    """Return whether a folder says how it pools, as those of sentence encoders do."""
-    return (folder / MODULES).is_file() and not is_cross_encoder(folder)
 
 
 def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
@@ -524,7 +519,7 @@ class SentenceModel:
         model = self._encoder.model
         limit = min(max_length, text_length(folder, self._tokenizer, model.config))
         if isinstance(model, PreTrainedModel):  # a file that was exported names its limit itself
-            limit = min(limit, usable_positions(model))
+            limit = usable_length(model, limit)
         self._max_length, self._prompts = limit, read_prompts(folder)
         self._has_units = read_similarity(folder) != "dot"
 

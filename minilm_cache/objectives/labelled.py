@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.corpus.formats import file_of_records, plain_number
+from minilm_cache.corpus.formats import file_of_records, joined_columns, plain_number
 from minilm_cache.corpus.pairs import PairColumns
-from minilm_cache.corpus.records import read_rows
+from minilm_cache.corpus.records import columns_of, read_rows
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.student import class_names
 from minilm_cache.objectives.config import ObjectiveConfig
@@ -95,7 +95,7 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
     manifest = cache.manifest
     _refuse_other_texts(file, cache, home)
     classes = _numbers_of_classes(cache)
-    rows = read_rows(file, (*_text_columns(cache), config.label_column), LABEL_COLUMN)
+    rows = read_rows(file, (*_text_columns(cache, file), config.label_column), LABEL_COLUMN)
     labels = [_number(row[config.label_column], classes, f"{file}, {where}") for where, row in rows]
     num_texts = manifest.identity.corpus.num_documents
     if len(labels) != num_texts:
@@ -112,12 +112,14 @@ def own_labels(cache: Cache, config: ObjectiveConfig, *, home: Path | None = Non
     return OwnLabels(values=np.array(labels, np.float32)[documents_of(cache)], weight=weight)
 
 
-def _text_columns(cache: Cache) -> Sequence[str]:
-    """Return the columns of a cache's texts: whether a table has a header shows in all that are read."""
+def _text_columns(cache: Cache, file: Path) -> Sequence[str]:
+    """Return the columns of a cache's texts in a file; all that are read tell whether it has a header."""
     labels = cache.manifest.labels
     if labels.pair_columns is not None:
         return PairColumns.of(labels.pair_columns).every
-    return () if labels.text_column is None else (labels.text_column,)
+    if labels.text_column is None:
+        return ()
+    return joined_columns(labels.text_column, columns_of(file)) or (labels.text_column,)
 
 
 def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:

@@ -95,6 +95,7 @@ def _import_command(manifest: CacheManifest) -> str:
         "score_columns": labels.score_columns,
         "text_column": labels.text_column,
         **of_vectors,
+        "prompt": identity.packing.prompt,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,

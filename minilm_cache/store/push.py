@@ -25,6 +25,7 @@ from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
+from minilm_cache.store.urls import is_url
 
 
 def push(root: Path, store_url: str, *, session: Session, full: bool = False) -> TransferResult:
@@ -50,8 +51,10 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     manifest = reader.manifest
     num_shards = len(reader.ranges)
     store = open_store(store_url)
-    if _complete_manifest(store) is not None:
-        raise InvalidConfigError(f"{store.url} is a cache itself, not a store of caches. Name another.")
+    if _is_in_a_cache(store_url) or _complete_manifest(store) is not None:
+        raise InvalidConfigError(
+            f"{store.url} is, or lies in, a cache, and is no store of caches. Name another folder."
+        )
     target = store.below(cache_name(manifest.labels, manifest.identity))
     sender = _Sender(reader, target, session, full=full)
     existing = _complete_manifest(target)
@@ -99,6 +102,11 @@ def _kept(existing: CacheManifest | None, ours: CacheManifest, url: str) -> list
             "cache first, and push that."
         )
     return kept
+
+
+def _is_in_a_cache(place: str) -> bool:
+    folder = Path(place).absolute()
+    return not is_url(place) and any((each / MANIFEST).is_file() for each in (folder, *folder.parents))
 
 
 def _complete_manifest(target: RemoteFolder) -> CacheManifest | None:

@@ -292,7 +292,9 @@ class BatchReader:
         is_full = gathered.counts["tokens"] == ids.numel()
         inputs, pair, pad_token = Inputs(ids, lengths, is_full=is_full), self._pair, self._pad_token
         if self._tokens is not None:
-            inputs, pair = self._tokens.read(inputs, self._most), self._tokens.pair
+            # Texts that are read alone are cut alone: a pair of two whole ones fits into twice the length.
+            longest = 2 * most if self._wanted.apart else self._most
+            inputs, pair = self._tokens.read(inputs, longest), self._tokens.pair
             pad_token = self._tokens.pad_token
             if is_rounded:  # reading may have changed the lengths
                 inputs = inputs.filled_up(rounded_length(inputs.ids.shape[1], most), pad_token)
@@ -301,7 +303,7 @@ class BatchReader:
             queries = query_numbers(ids.numpy(), self._pair)
             if self._wanted.apart:
                 assert pair is not None
-                inputs = inputs.apart(pair, queries, pad_token)
+                inputs = inputs.apart(pair, queries, pad_token, most=most)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
             inputs=inputs.pinned_for(self._device),

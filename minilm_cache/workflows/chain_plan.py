@@ -305,6 +305,14 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
     file = folder / SETTINGS_FILE
     if not file.exists():
         refuse_foreign(folder, "chain", own=(CACHES, RUNS))
+        own = {stage.path for stage in stages(config, folder)}
+        there = (path for name in (CACHES, RUNS) for path in (folder / name).glob("[!.]*"))
+        other = next((path for path in there if path not in own), None)
+        if other is not None:
+            raise IdentityMismatchError(
+                f"{folder} holds something else than this chain ({other.relative_to(folder)}). Choose "
+                "another --out."
+            )
         return
     try:
         stored = TypeAdapter(dict[str, object]).validate_json(bounded_bytes(file, 2**20))

@@ -22,7 +22,7 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
-from minilm_cache.models.load import has_sides, load_model, load_weights, own_head, usable_positions
+from minilm_cache.models.load import has_sides, load_model, own_head, usable_length
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
@@ -40,6 +40,8 @@ from minilm_cache.workflows.export import texts_of
 RECORD: Final = "export.json"
 """What an exported folder says about how it was made, and what it lost."""
 _BATCH: Final = 32
+_LONGEST: Final = 2**30
+"""Tokens of a text for tokenizers that name no limit, or one beyond any text."""
 _FEWEST: Final = 16
 """Fewest texts: half of them to fit to, and half to judge by."""
 Texts = tuple[str, ...]
@@ -150,7 +152,7 @@ def _refuse_lost_head(model: Evaluated) -> None:
     if model.answers or model.pools or model.runtime is not None:
         return
     head = own_head(model.folder, model.name)
-    if head is not None and not load_weights(model.folder, head)[1]:
+    if head is not None:
         raise InvalidConfigError(
             f"{model.name} has a head for {head}, which an export would leave out: vectors, classes and "
             "scores of texts are exported. For its vectors, save the model without it: "
@@ -246,7 +248,8 @@ class _Export:
         self.source.config.save_pretrained(folder)
         # The one that judged cuts on the right, at --max-length.
         tokenizer = load_tokenizer(model.folder, has_ends=False)
-        tokenizer.model_max_length = min(tokenizer.model_max_length, usable_positions(self.source))
+        longest = int(min(tokenizer.model_max_length, _LONGEST))
+        tokenizer.model_max_length = usable_length(self.source, longest)
         tokenizer.save_pretrained(folder)
         copy_pooling(model.folder, folder, self.source.config)
         result = ExportedResult(

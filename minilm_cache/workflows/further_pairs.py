@@ -18,8 +18,9 @@ from minilm_cache.cache import Cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.classifier import refuse_answers
+from minilm_cache.models.complete import pools_texts
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.pooling import SentenceModel, pools_texts
+from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.objectives.several import documents_of
 from minilm_cache.session import Session
 from minilm_cache.settings import validated

@@ -17,6 +17,7 @@ from minilm_cache.dump.answers import read_vectors
 from minilm_cache.dump.config import ImportConfig
 from minilm_cache.dump.imported import import_answers
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.report.provenance import dump_command
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.card import student_prompts
@@ -255,6 +256,7 @@ def test_a_prompt_of_an_import_is_read_by_students_and_named_in_their_folder(
     cache, tokenizer = open_cache(world.root / "prompted"), AutoTokenizer.from_pretrained(world.teacher)
     texts = [str(tokenizer.decode(cache[number].input_ids, skip_special_tokens=True)) for number in (0, 1)]
     assert all(text.startswith("ba bo ") for text in texts)
+    assert "--prompt 'ba bo '" in dump_command(cache.manifest)
     train = (
         "train",
         world.root / "prompted",

@@ -109,6 +109,11 @@ def test_no_head_is_lost_without_a_word(tmp_path: Path, command: Command) -> Non
     (tags / "config.json").write_text(json.dumps(document | {"architectures": ["BertForMaskedLM"]}))
     assert command("trim", tags, *text, "--out", tmp_path / "bare")[0] == 0
     assert AutoConfig.from_pretrained(tmp_path / "bare").architectures == ["BertModel"]
+    (tags / "config.json").write_text(
+        json.dumps(document | {"architectures": ["BertForTokenClassification"]})
+    )
+    layers = ("truncate", "--teacher", tags, "--layers", 0, "--out", tmp_path / "one")
+    assert command(*layers)[0] == 0  # its folder names a head that it does not hold
     words = ("trim", tags, *text, "--vocab", "cache", "--out", tmp_path / "x")
     command.fails(*words, code=2, says="goes with train")
 

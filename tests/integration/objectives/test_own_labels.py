@@ -101,6 +101,18 @@ def test_a_table_without_a_header_may_begin_with_the_number_of_its_label(world: 
     assert found.values.tolist() == [table[number][0] for number in texts]
 
 
+def test_labels_of_texts_that_are_joined_columns(world: World) -> None:
+    rows = [{"title": WORDS[n % 7], "body": WORDS[n % 11], "label": n % 2} for n in range(77)]
+    file = world.root / "labels.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    classifier(world, 2, dumped={"text_column": "title+body"})
+    settings = {"objective": "tinybert-prediction", "own_labels": str(file)}
+    found = own_labels(open_cache(world.root / "cache"), ObjectiveConfig(**settings))
+    assert found is not None
+    texts = documents_of(open_cache(world.root / "cache"))
+    assert found.values.tolist() == [rows[number]["label"] for number in texts]
+
+
 @pytest.mark.parametrize("objective", ["score", "tinybert-prediction"])
 def test_of_a_teacher_that_gives_one_number_the_target_is_mixed(world: World, objective: str) -> None:
     write(world.root / "labels.jsonl", [number / 49 for number in range(343)])

@@ -61,7 +61,7 @@ def test_students_with_a_tokenizer_of_their_own_read_pairs_as_they_are_used(
     The other model's tokenizer has more tokens a text, so that documents of its pairs are cut.
     """
     is_other = own == "another model's"
-    world.dump(**GROUPS, max_length=20 if is_other and encoder == "cross" else 32)
+    world.dump(**GROUPS, max_length=20 if is_other else 32)
     asked: dict[str, Any] = {"vocab": "30" if own == "some pieces" else "cache"}
     if is_other:
         asked = {"init_teacher": str(save_donor(world.root / "donor"))}

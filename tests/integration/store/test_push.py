@@ -124,10 +124,11 @@ def test_another_push_mends_what_was_damaged_in_the_store(
 
 def test_a_cache_is_no_store_of_caches(world: World, command: Command, store: str) -> None:
     cache = world.dump().path
-    command.fails("push", cache, cache, code=2, says="is a cache itself, not a store")
+    command.fails("push", cache, cache, code=2, says="is no store of caches")
+    command.fails("push", cache, cache / "inner", code=2, says="is no store of caches")
     assert command("push", cache, store)[0] == 0
     (url,) = (entry.url for entry in catalogue(store))
-    command.fails("push", cache, url, code=2, says="is a cache itself, not a store")
+    command.fails("push", cache, url, code=2, says="is no store of caches")
     command.fails("pull", url, "--out", cache / "inner", code=2, says="it lies in the cache")
     assert not (cache / "inner").exists()
 

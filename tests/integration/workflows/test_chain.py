@@ -281,6 +281,9 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(world: World, 
     (world.root / "chain/students.csv").write_text("mine")
     command.fails(*arguments(world), code=1, says=("is not empty", "holds no chain (students.csv)"))
     assert [path.name for path in (world.root / "chain").iterdir()] == ["students.csv"]
+    (world.root / "chain/students.csv").unlink()
+    (world.root / "chain/runs/minilm-of-a-study").mkdir(parents=True)
+    command.fails(*arguments(world), code=1, says="something else than this chain (runs/minilm-of-a-study)")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", "3"])
