@@ -35,7 +35,7 @@ class JudgedTexts:
     documents: Mapping[str, str]
     """Texts by their `_id`, each after its title."""
     grades: Mapping[str, Mapping[str, int]]
-    """For each query, the grades of documents, as the file has them."""
+    """For each query, the grades of documents as the file has them, of several grades the highest."""
 
 
 def read_judged(file: Path, texts: tuple[Path, Path], *, only_judged: bool = False) -> JudgedTexts:
@@ -52,11 +52,8 @@ def read_judged(file: Path, texts: tuple[Path, Path], *, only_judged: bool = Fal
     """
     grades, lines = dict[str, dict[str, int]](), dict[str, int]()
     for number, (query, document, grade) in _judgements(file):
-        if grades.setdefault(query, {}).setdefault(document, grade) != grade:
-            raise CorpusError(
-                f"{file}, line {number}: document {document!r} of query {query!r} has grade {grade}, and had "
-                f"{grades[query][document]} before. Keep one of the two."
-            )
+        known = grades.setdefault(query, {})
+        known[document] = max(grade, known.get(document, grade))
         lines.setdefault(document, number)
     of_documents, of_queries = texts
     documents = _by_name(

@@ -80,7 +80,7 @@ def test_a_document_may_have_a_title_alone_and_a_pair_two_grades(folder: Path) -
     rows.append({"_id": "unused", "text": ""})
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with (folder / "qrels/train.tsv").open("a") as train:
-        train.write("q0\td0\t0\nnowhere\td0\t0\n")
+        train.write("q0\td0\t0\nq0\td0\t1\nnowhere\td0\t0\n")
     assert read(folder)[0] == (asked(0), text(0))
     assert read(folder)[-1] == (asked(1), WORDS[3])
 

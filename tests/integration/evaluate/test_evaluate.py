@@ -315,12 +315,12 @@ def test_a_model_with_too_few_positions(teacher: Path, tmp_path: Path, command: 
 
 
 def test_two_models_of_one_name_are_refused(teacher: Path, tmp_path: Path, command: Command) -> None:
-    other = save_teacher(tmp_path / "teacher", seed=1)
+    other = save_teacher(tmp_path / teacher.parent.name / "teacher", seed=1)  # of a folder of one name, too
     data = write_sst2(tmp_path / "SST-2")
     command.fails(
-        *("evaluate", teacher, other, "--task", "sst2", "--data", data),
+        *("evaluate", teacher, other, "--task", "sst2", "--data", data, "--max-length", 16),
         code=2,
-        says="two models are called teacher",
+        says=f"two models are called {teacher.parent.name}/teacher",
     )
     once = f"{teacher.parent}/./{teacher.name}/"  # one model that is named twice is one
     words = ("--task", "sst2", "--data", data, "--epochs", 1, "--out", tmp_path / "out")

@@ -224,7 +224,6 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
         ("Q0\tD0", "a query, a document and a whole grade"),
         ("Q0\tD0\t\u00b2", "a query, a document and a whole grade"),
         ("Q0\tD0\t1.0", "a query, a document and a whole grade"),
-        ("Q0\tD0\t2", "document 'D0' of query 'Q0' has grade 2, and had 1 before"),
     ):
         qrels.write_text(f"{whole}{line}\n")
         command.fails(*words, folder, code=1, says=says)

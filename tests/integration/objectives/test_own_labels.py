@@ -215,7 +215,8 @@ def test_labels_of_a_study_are_looked_for_first(world: World, command: Command) 
     """Where they are not there, and where two files have one name."""
     write(world.root / "labels.jsonl", [0, 1])
     save_teacher(world.root / "classifier", head="sequences", num_labels=2)
-    begin = "dump: {teacher: classifier, corpus: labels.jsonl, packing: records, codec: none, logits: true}\n"
+    dump = "teacher: classifier, corpus: labels.jsonl, max_length: 32, packing: records, codec: none"
+    begin = f"dump: {{{dump}, logits: true}}\n"
     study = world.root / "study.yaml"
     study.write_text(f"{begin}arch: [2x32]\nobjective:\n  - {{objective: score, own_labels: nosuch.csv}}\n")
     says = ("line 3, objective: --own-labels", "nosuch.csv does not exist")

@@ -344,6 +344,7 @@ def test_a_cache_that_was_moved_is_asked_for(trained: World, command: Command) -
     (trained.root / "cache").rename(trained.root / "moved")
     command.fails(*words, code=1, says=("is not there", "Give its place by --cache"))
     assert command(*words, "--cache", trained.root / "moved")[0] == 0
+    (trained.root / "moved").rename(trained.root / "cache")  # other tests share it
 
 
 def test_the_teachers_configuration_in_a_cache_is_not_trusted(trained: World) -> None:

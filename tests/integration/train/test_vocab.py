@@ -123,8 +123,8 @@ def test_what_cannot_be_asked_for(few: World, tmp_path: Path, command: Command) 
     with pytest.raises(InvalidConfigError, match="spelled by other pieces where whole texts are"):
         few.train("x", objective="minilm,embedding", vocab="9")
     assert not (few.root / "x").exists()
-    words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--assistant", "2x32")
-    more = ("--vocab", "cache", "--arch", "1x16", "--out", tmp_path / "chain")
+    words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--max-length", 32)
+    more = ("--assistant", "2x32", "--vocab", "cache", "--arch", "1x16", "--out", tmp_path / "chain")
     command.fails(*words, *more, code=2, says="trim the last students")
 
 

@@ -87,7 +87,9 @@ def test_the_best_of_what_fits_is_trained_to_the_end(cache: Path, tmp_path: Path
     assert code == 0, err
     assert "export-model" in printed
     assert "report" in printed
-    command.fails(*begin, budget + 1, code=1, says="holds a search with other settings")
+    command.fails(
+        *begin, budget + 1, code=1, says="holds another search, which differs in search.max_parameters"
+    )
 
 
 def test_vocabularies_are_tried_beside_each_other(cache: Path, tmp_path: Path, command: Command) -> None:

@@ -20,7 +20,7 @@ def test_studies_keep_their_own_scores(world: World, command: Command) -> None:
     """Runs of two studies may have one name: the scores of the last one stood for both."""
     own = {}
     for name, period in (("first", 3), ("second", 2)):  # every second text has another beginning
-        labelled = world.root / name / "task.csv"
+        labelled = world.root / f"texts of {name}" / "task.csv"
         labelled.parent.mkdir()
         words = [f"{VOCABULARY[5 + at % 24]} {VOCABULARY[5 + at // 24]}" for at in range(60)]
         rows = [f"{'ba be' if at % 2 else 'ri ro'} {words[at]},{'ny'[at % period > 0]}" for at in range(60)]
