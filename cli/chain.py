@@ -131,12 +131,11 @@ def chain(
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
-        if is_first_process():
-            _note_settings(config, preset, session)
+        _note_settings(config, preset, session)
+        if dry_run and is_first_process():
+            planned = preview_chain(config, folder, here=engine is None, session=session)
+            _show_stages(folder, planned, json=json)
         if dry_run:
-            if is_first_process():
-                planned = preview_chain(config, folder, here=engine is None, session=session)
-                _show_stages(folder, planned, json=json)
             return
         result = run_chain(
             config,
@@ -182,6 +181,8 @@ def _refuse_unfit(config: ChainConfig, document: Path | None) -> None:
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:
+    if not is_first_process():
+        return
     given_corpus = {"corpus": "corpus" in config.dump.model_fields_set}
     note_default_corpus(given_corpus, config.dump.corpus, session)
     if preset is not None:
