@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import (
     refuse_files,
     refuse_missing,
@@ -238,8 +238,7 @@ def _show(result: "ChainResult", *, json: bool) -> None:
     _show_students(result.record)
     for remark in remarks(result.record.gains):
         print_pairs({"gain": remark})
-    for line in result.record.cautions:
-        print_pairs({"note": line})
+    print_notes(result.record.cautions)
 
 
 def _show_stages(folder: Path, planned: "Sequence[Stage]", *, json: bool) -> None:

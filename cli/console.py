@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -133,6 +133,12 @@ def print_pairs(pairs: dict[str, object]) -> None:
     width = max(map(len, shown))
     for name, value in shown.items():
         print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - stdout is where results go
+
+
+def print_notes(lines: Iterable[str]) -> None:
+    """Print what readers of a result must know, a line each."""
+    for line in lines:
+        print_pairs({"note": line})
 
 
 def print_table(

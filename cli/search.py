@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.filesize import decimal
 
-from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
@@ -82,7 +82,7 @@ def search(
         print_json({**files, **found, **record})
         return
     _print(result, config, place)
-    _print_cautions(result)
+    print_notes(result.cautions)
 
 
 def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> None:
@@ -108,11 +108,6 @@ def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> N
             f"--out {quote(str(result.path / 'exported'))}",
         }
     )
-
-
-def _print_cautions(result: "SearchResult") -> None:
-    for line in result.cautions:
-        print_pairs({"note": line})
 
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import refuse_files, refuse_unfit
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import document_of, print_scores
@@ -90,8 +90,7 @@ def _show(result: "StudyResult", *, json: bool) -> None:
     if result.diverged:
         print_pairs({"diverged": ", ".join(result.diverged)})
     print_summary(result.summary)
-    for line in result.cautions:
-        print_pairs({"note": line})
+    print_notes(result.cautions)
     if result.evaluation is not None:
         print_scores(result.evaluation)
 

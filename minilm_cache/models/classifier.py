@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.complete import MODULES
 from minilm_cache.models.exported import answered
 from minilm_cache.models.load import head_config, is_classifier, load_model, read_config
-from minilm_cache.models.pooling import MODULES, DenseLayer, SentenceEncoder, SentencePooler, load_pooler
+from minilm_cache.models.pooling import DenseLayer, SentenceEncoder, SentencePooler, load_pooler
 from minilm_cache.models.student import build_model
 
 

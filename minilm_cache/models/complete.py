@@ -292,6 +292,8 @@ def _head_names(config: PreTrainedConfig) -> frozenset[str]:
     return _KNOWN_HEADS.setdefault(type(config), frozenset(names))
 
 
+MODULES: Final = "modules.json"
+"""File in which sentence-transformers lists the modules of a model."""
 _READING: Final = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -348,18 +350,18 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
 
 def is_cross_encoder(folder: Path) -> bool:
     """Return whether sentence-transformers saved a folder as a cross-encoder, with a list of modules."""
-    is_listed = (folder / "modules.json").is_file()
+    is_listed = (folder / MODULES).is_file()
     return is_listed and _settings(_reading_file(folder)).get("transformer_task") == "sequence-classification"
 
 
 def pools_texts(folder: Path) -> bool:
     """Return whether a folder says how it pools, as those of sentence encoders do."""
-    return (folder / "modules.json").is_file() and not is_cross_encoder(folder)
+    return (folder / MODULES).is_file() and not is_cross_encoder(folder)
 
 
 def reading_files(folder: Path) -> list[Path]:
     """Return the files of a folder that say how sentence-transformers runs its model."""
-    files = (folder / "modules.json", _reading_file(folder), folder / PROMPTS_FILE)
+    files = (folder / MODULES, _reading_file(folder), folder / PROMPTS_FILE)
     return [file for file in files if file.is_file()]
 
 

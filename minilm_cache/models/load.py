@@ -228,7 +228,7 @@ _HEADS: Final[Mapping[str, TaskHead]] = {
 def own_head(folder: Path, name: str) -> TaskHead | None:
     """Return the head that a folder names and holds. None means that it is an encoder alone.
 
-    Sentence encoders have none, whatever their folder names: their pooling takes its place.
+    A sentence encoder may name any other head: its pooling takes that one's place.
 
     Raises:
         InvalidConfigError: it holds another head, which would be lost.

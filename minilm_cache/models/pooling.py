@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.complete import is_cross_encoder, reading_files, refuse_other_reading, text_length
+from minilm_cache.models.complete import (
+    MODULES,
+    is_cross_encoder,
+    reading_files,
+    refuse_other_reading,
+    text_length,
+)
 from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
@@ -33,7 +39,6 @@ from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
 
-MODULES: Final = "modules.json"
 _TYPES: Final = "sentence_transformers.models"
 """Package of the modules in `modules.json`, by the name that every release of sentence-transformers reads."""
 _ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
