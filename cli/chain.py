@@ -236,7 +236,7 @@ def _show(result: "ChainResult", *, json: bool) -> None:
         return
     print_pairs({"chain": result.path, "report": result.path / "report.html"})
     _show_students(result.record)
-    for remark in remarks(result.record.gains):
+    for remark in remarks(result.record):
         print_pairs({"gain": remark})
     print_notes(result.record.cautions)
 
@@ -261,6 +261,16 @@ def _show_stages(folder: Path, planned: "Sequence[Stage]", *, json: bool) -> Non
 
 def _show_students(record: "ChainRecord") -> None:
     students = record.students
+    if any(student.held_out_loss is not None for student in students):
+        print_table(
+            f"Held-out loss to {record.teacher}",
+            ["student", "way", "parameters", "loss"],
+            [
+                [each.arch, each.way, number_text(each.num_parameters, 0), number_text(each.held_out_loss, 4)]
+                for each in students
+            ],
+        )
+        return
     kinds = next((list(student.held_out_kl) for student in students if student.held_out_kl), [])
     print_table(
         f"KL({record.teacher}, student) on held-out sequences (nats)",

@@ -7,7 +7,7 @@ where it stopped, because dump and train do so. The chain adds only their order.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,9 @@ class ChainStudent(BaseModel):
     held_out_kl: dict[RelationKind, float] | None
     """KL(teacher || student) to the chain's first teacher, in nats. None means that nothing is held out, or
     that the student diverged."""
+    held_out_loss: float | None = None
+    """Held-out loss to the chain's first teacher, of objectives that compare no relations, such as the cosine
+    distance of vectors. None means that students learned relations, or that it could not be measured."""
 
 
 class ChainRecord(BaseModel):
@@ -68,8 +71,8 @@ class ChainRecord(BaseModel):
     """Folders of the runs, relative to the chain's folder."""
     students: tuple[ChainStudent, ...]
     gains: dict[str, float]
-    """KL via assistants divided by KL direct, for each student that was trained both ways; empty where
-    students learned no relations, of which a KL would say nothing."""
+    """KL via assistants divided by KL direct, for each student that was trained both ways; of objectives that
+    compare no relations, their held-out losses are divided."""
     cautions: tuple[str, ...] = ()
     """What readers must know, such as students that ended worse than they began."""
 
@@ -265,27 +268,26 @@ def _finish(
         config.dump, precision=read_manifest(planned[0].path).identity.precision or "float32"
     )
     table = students_table(runs, teacher, device=config.dump.device)
-    students = _students(table, trainings)
-    gains = _gains(students) if config.train.spec.is_relational else {}
+    students = _students(table, trainings, compares_kl=config.train.spec.is_relational)
     record = ChainRecord(
         teacher=config.dump.teacher,
         assistants=config.assistants,
         caches=tuple(str(stage.path.relative_to(folder)) for stage in planned if stage.does == "dump"),
         runs=tuple(str(stage.path.relative_to(folder)) for stage in trainings),
         students=students,
-        gains=gains,
+        gains=_gains(students, compares_kl=config.train.spec.is_relational),
         cautions=tuple(cautions(runs)),
     )
     with storage_errors("write", folder / CHAIN_FILE):
         write_file(folder / CHAIN_FILE, record.model_dump_json(indent=1).encode())
         write_report(
-            folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name, remarks=remarks(gains)
+            folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name, remarks=remarks(record)
         )
     ranks.barrier()
     return record
 
 
-def _students(table: pa.Table, trainings: Sequence[Stage]) -> tuple[ChainStudent, ...]:
+def _students(table: pa.Table, trainings: Sequence[Stage], *, compares_kl: bool) -> tuple[ChainStudent, ...]:
     """Return the students of a table (`report.tables.students_table`) with their roles in the chain."""
     ways = {stage.path.name: stage.way for stage in trainings}
     return tuple(
@@ -295,28 +297,33 @@ def _students(table: pa.Table, trainings: Sequence[Stage]) -> tuple[ChainStudent
             way=ways[row["run"]],
             num_parameters=row["num_parameters"],
             held_out_kl=held_out_of(row),
+            held_out_loss=None if compares_kl else row["held_out_loss"],
         )
         for row in table.to_pylist()
     )
 
 
-def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
-    """Return KL via assistants divided by KL direct, for each shape and seed that was trained both ways."""
+def _gains(students: Sequence[ChainStudent], *, compares_kl: bool) -> dict[str, float]:
+    """Return KL or loss via assistants divided by that of the direct way, for each shape and seed of both."""
 
-    def sums(way: Way) -> dict[str, float]:
-        measured = [student for student in students if student.way == way and student.held_out_kl]
-        return {
-            f"{student.arch}:s{student.seed}": sum((student.held_out_kl or {}).values())
-            for student in measured
+    def measured(way: Way) -> dict[str, float]:
+        found = {
+            f"{each.arch}:s{each.seed}": sum((each.held_out_kl or {}).values())
+            if compares_kl
+            else each.held_out_loss
+            for each in students
+            if each.way == way
         }
+        return {name: value for name, value in found.items() if value}
 
-    via, direct = sums("via assistants"), sums("direct")
+    via, direct = measured("via assistants"), measured("direct")
     return {name: via[name] / direct[name] for name in via if name in direct}
 
 
-def remarks(gains: Mapping[str, float]) -> list[str]:
+def remarks(record: ChainRecord) -> list[str]:
     """Return sentences, without full stops, that say how much the assistants gained."""
+    measure = "held-out loss" if any(each.held_out_loss is not None for each in record.students) else "KL"
     return [
-        f"{name} via assistants has {ratio:.4f} times the KL that it has directly from the teacher"
-        for name, ratio in gains.items()
+        f"{name} via assistants has {ratio:.4f} times the {measure} that it has directly from the teacher"
+        for name, ratio in record.gains.items()
     ]

@@ -179,6 +179,27 @@ def test_students_are_compared_with_the_teacher_not_with_the_assistant(world: Wo
         assert sum(found["via assistants", student["arch"]].values()) != pytest.approx(own, rel=1e-3)
 
 
+def test_students_of_vectors_are_compared_with_the_teacher_by_their_own_loss(
+    world: World, command: Command
+) -> None:
+    words = [*arguments(world, "--compare-direct"), "--objective", "embedding", "--pooling", "mean"]
+    place = words.index("--k")
+    del words[place : place + 2]  # a cache of vectors holds no codes of relations
+    code, shown, err = command(*words)
+    assert code == 0, err
+    record = json.loads((world.root / "chain/chain.json").read_text())
+    direct = json.loads((world.root / "chain" / record["runs"][-1] / "run.json").read_text())["students"]
+    losses = {(one["way"], one["arch"]): one["held_out_loss"] for one in record["students"]}
+    for student in direct:
+        own = student["held_out_after"]["cosine"]
+        assert losses["direct", student["arch"]] == pytest.approx(own, rel=1e-3)
+    for arch in ("1x16", "1x32"):
+        gain = losses["via assistants", arch] / losses["direct", arch]
+        assert record["gains"][f"{arch}:s0"] == pytest.approx(gain)
+    assert "Held-out loss to" in shown
+    assert "times the held-out loss that it has directly" in shown
+
+
 def test_a_chain_stopped_at_any_stage_goes_on_to_the_same_end(world: World) -> None:
     config = chain_config(world)
     run_chain(config, world.root / "whole", session=Session(world.home))
