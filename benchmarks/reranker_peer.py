@@ -1,11 +1,12 @@
 """Measure a student of a reranker's scores by this project and by sentence-transformers, on the same batches.
 
-    python -m benchmarks.reranker_peer --data DATA --home DIR
+    python -m benchmarks.reranker_peer --data DATA --home DIR [--precision float32]
 
 `DIR` is the home of `python -m benchmarks.rerankers`, which makes what is missing. One `3x384` that knows the
 teacher's relations is trained by `score` from the cache, and by `CrossEncoderTrainer` with `MSELoss` on the
 same pairs in the same order: the same weights to begin with, steps, rate, schedule, optimizer and precision.
-The cache is compared with the data set that is exported from it. One seed.
+The cache is compared with the data set that is exported from it. One seed, and one precision at a time:
+in float32 both do the same sums, in bfloat16 each rounds other parts of them.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from sentence_transformers.cross_encoder import (
 from sentence_transformers.cross_encoder.losses import MSELoss
 from torch.utils.data import SequentialSampler
 
-from benchmarks.report import add_to_result, cpu
+from benchmarks.report import add_to_result, cpu, read_result
 from benchmarks.rerankers import BY_SCORE, MAX_LENGTH, ROWS, rank, trained
 from minilm_cache import TrainConfig, open_cache, train_students
 from minilm_cache.cache import Cache
@@ -63,18 +64,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
-    ours = trained(BY_SCORE, given.data, home, session=session).student_path(ARCH)
+    run = trained(BY_SCORE, given.data, home, session=session)
     cache = open_cache(home / "cache")
-    recipe = {**ROWS[BY_SCORE], "arch": (ARCH,), "init": str(home / "relations")}
+    recipe = {
+        **ROWS[BY_SCORE],
+        "arch": (ARCH,),
+        "init": str(home / "relations"),
+        "precision": given.precision,
+    }
+    if given.precision != ROWS[BY_SCORE]["precision"]:
+        out = home / f"{BY_SCORE}, {given.precision}"
+        run = train_students(validated(TrainConfig, recipe), home / "cache", out=out, session=session)
     still = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
     first = train_students(validated(TrainConfig, still), home / "cache", out=home / "begun", session=session)
     pairs = list(_pairs_in_order(cache, validated(TrainConfig, recipe), home / "groups.jsonl"))
-    training, peer = _Training(first.student_path(ARCH), pairs, recipe), home / "peer"
+    training, peer = _Training(first.student_path(ARCH), pairs, recipe), home / f"peer-{given.precision}"
     if not peer.exists():
         _train_peer(training, peer)
-    scores = rank([str(ours), str(peer)], home, session=session)[1:]
+    scores = rank([str(run.student_path(ARCH)), str(peer)], home, session=session)[1:]
     seconds = _seconds_a_step(training, home, session=session)
     rows = {
         name: {"ndcg_at_10": round(row.ndcg_at_10.mean, 2), "seconds_a_step": round(seconds[name], 3)}
@@ -85,7 +95,8 @@ def main() -> None:
     sizes = dict(zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True))
     for name, row in rows.items():
         row["bytes"] = sizes[name]
-    add_to_result("rerankers", peer=rows, cpu=cpu())
+    measured = read_result("rerankers").get("peer", {}) | {given.precision: rows}
+    add_to_result("rerankers", peer=measured, cpu=cpu())
 
 
 def _pairs_in_order(cache: Cache, config: TrainConfig, groups: Path) -> Iterator[_Pair]:
@@ -112,7 +123,7 @@ def _seconds_a_step(training: _Training, home: Path, *, session: Session) -> dic
     tokens_a_step = short["batch_size"] * manifest.num_tokens / manifest.num_sequences
     total = dict.fromkeys(_NAMES, 0.0)
     for turn in range(_TURNS):
-        out = home / f"timed-{turn}"
+        out = home / f"timed-{turn}-{training.recipe['precision']}"
         run = train_students(validated(TrainConfig, short), home / "cache", out=out, session=session)
         assert run.tokens_per_s is not None
         total["minilm-cache"] += tokens_a_step / run.tokens_per_s
@@ -145,7 +156,7 @@ def _train_peer(training: _Training, folder: Path) -> float:
         warmup_steps=0.1,
         weight_decay=0.01,
         max_grad_norm=0.0,
-        bf16=True,
+        bf16=recipe["precision"] == "bfloat16",
         use_cpu=True,
         save_strategy="no",
         report_to="none",

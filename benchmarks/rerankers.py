@@ -7,7 +7,8 @@ articles, each with its paragraph and one that `mini` found near. It scores thes
 students learn the scores. All are measured on questions of the other articles: cross-encoders rank the
 nearest paragraphs that `mini` finds, bi-encoders find their own. Students begin with a slice, with students
 of the teacher's relations over the pairs (cross-encoders), or with students of `mini`'s vectors of English
-Wikipedia (bi-encoders), which are measured, too. One seed.
+Wikipedia (bi-encoders), which are measured, too. `speed` times the teacher and a student of each shape, one
+after the other. One seed.
 """
 
 import argparse
@@ -60,6 +61,7 @@ RELATIONS: Final = {**_RECIPE, "objective": "minilm", "steps": 600, "lr": 1e-3, 
 """Settings of students that learn the teacher's relations over the pairs, before its scores."""
 VECTORS: Final = {**_SLICE, "objective": "embedding", "steps": 1000, "batch_size": 64, "lr": 5e-4}
 """Settings of students that learn `mini`'s vectors of other texts."""
+SPEED: Final = "speed"
 BY_SCORE: Final = "cross score, from relations"
 ROWS: Final[dict[str, dict[str, Any]]] = {
     "cross score": {**_SLICE, "objective": "score"},
@@ -85,7 +87,10 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of rows; all without it")
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
-    for name in given.only or ["teacher", *ROWS]:
+    for name in given.only or ["teacher", *ROWS, SPEED]:
+        if name == SPEED:
+            _time(given.data, home, session)
+            continue
         if name == "teacher":
             folders = {name: _teacher(given.data, home, session)}
         else:
@@ -158,14 +163,20 @@ def rank(models: Sequence[str], home: Path, *, session: Session) -> Sequence[Rer
 
 def _row(scores: RerankScores | RetrievalScores) -> dict[str, Any]:
     ndcg = scores.ndcg_at_10
-    row: dict[str, Any] = {
+    return {
         "ndcg_at_10": round(ndcg.mean, 2),
         "interval": [round(ndcg.low, 1), round(ndcg.high, 1)],
         "mrr_at_10": round(scores.mrr_at_10.mean, 2),
     }
-    if isinstance(scores, RerankScores) and scores.pairs_per_s is not None:
-        row["pairs_per_s"] = round(scores.pairs_per_s)
-    return row
+
+
+def _time(data: Path, home: Path, session: Session) -> None:
+    """Add the pairs that the teacher and a student of each shape score in a second."""
+    run = trained(BY_SCORE, data, home, session=session)
+    folders = {"teacher": home / "teacher", **{arch: run.student_path(arch) for arch in _ARCHS}}
+    measured = rank(list(map(str, folders.values())), home, session=session)[1:]
+    rates = {name: row.pairs_per_s for name, row in zip(folders, measured, strict=True)}
+    add_to_result("rerankers", pairs_per_s=rates)
 
 
 def _write_halves(data: Path, home: Path) -> None:

@@ -1,9 +1,9 @@
 """Measure whether shapes can be ranked early: by a tenth of a training, and by their weights alone.
 
-    python -m benchmarks.shapes --data DATA --cache CACHE [--home HOME]
+    python -m benchmarks.shapes --data DATA --cache CACHE [--name TEACHER] [--home HOME]
 
 24 shapes (2, 3, 4 and 6 layers, widths 96, 192 and 384, feed-forward networks of 2 and 4 times the width)
-learn the vectors of a cache of `mini` in one pass, and are evaluated on held-out texts ten times. Kendall's
+learn the vectors of a teacher's cache in one pass, and are evaluated on held-out texts ten times. Kendall's
 tau compares orders: of losses after a tenth of the steps with losses at the end, of numbers of weights with
 these, and of these with STS-B. Half of the shapes predict the losses of the others: by the law E + a N^-alpha
 + b D^-beta of weights N and tokens D (Hoffmann et al. 2022, arXiv 2203.15556, equation 2), and by the losses
@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from benchmarks.report import add_to_result, cpu
+from benchmarks.report import add_to_result, cpu, read_result
 from minilm_cache import TrainConfig, train_students
 from minilm_cache.evaluate.embeddings import compare_embeddings
 from minilm_cache.evaluate.settings import EmbeddingsConfig
@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--name", default=MINI, help="the teacher's name in the results")
     parser.add_argument("--home", type=Path, default=Path("shapes"))
     given = parser.parse_args()
     session = Session(given.home)
@@ -60,24 +61,24 @@ def main() -> None:
     looks = _looks(run.path)
     last = looks[max(looks)]
     settings = validated(EmbeddingsConfig, {"data": str(given.data / "glue"), "device": "cpu"})
-    scored = compare_embeddings(settings, [MINI, str(run.path)], session=session)[1:]
+    scored = compare_embeddings(settings, [str(run.path)], session=session)
     similar = dict(
         zip((each.arch for each in run.record.students), (s.spearman for s in scored), strict=True)
     )
-    add_to_result(
-        "shapes",
-        recipe={**RECIPE, "shapes": len(ARCHS)},
-        tau_by_share={f"{step / STEPS:.1f}": _tau(looks[step], last) for step in sorted(looks)},
-        tau_weights_loss=_tau({arch: -count for arch, count in weights.items()}, last),
-        tau_loss_stsb=_tau(last, {arch: -score for arch, score in similar.items()}),
-        predicted=predicted(looks, weights),
-        best_after_a_third={str(kept): _kept(looks, last, kept) for kept in (1, 3, 8)},
-        shapes={
+    measured = {
+        "tau_by_share": {f"{step / STEPS:.1f}": _tau(looks[step], last) for step in sorted(looks)},
+        "tau_weights_loss": _tau({arch: -count for arch, count in weights.items()}, last),
+        "tau_loss_stsb": _tau(last, {arch: -score for arch, score in similar.items()}),
+        "predicted": predicted(looks, weights),
+        "best_after_a_tenth": {str(kept): _kept(looks, last, kept) for kept in (1, 3, 8)},
+        "shapes": {
             arch: {"weights": weights[arch], "loss": round(last[arch], 4), "stsb": round(similar[arch], 2)}
             for arch in ARCHS
         },
-        cpu=cpu(),
-    )
+        "cpu": cpu(),
+    }
+    teachers = read_result("shapes").get("teachers", {}) | {given.name: measured}
+    add_to_result("shapes", recipe={**RECIPE, "shapes": len(ARCHS)}, teachers=teachers)
 
 
 def _looks(run: Path) -> dict[int, dict[str, float]]:

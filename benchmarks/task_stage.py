@@ -1,18 +1,21 @@
 """Measure the task stage: students of a fine-tuned teacher's answers to the texts of GLUE's tasks.
 
-    python -m benchmarks.task_stage --data DATA [--task NAME ...]
+    python -m benchmarks.task_stage --data DATA [--task NAME ...] [--way NAME ...] [--seeds 3]
 
-`mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that
-set, whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them
-stand students that are fine-tuned alone on the same examples, from a slice of `mini`: at once, or after
-they learned `mini`'s relations (of pairs, where texts are pairs) or vectors (of each text alone) of the
-same texts. Of QNLI the dev set is split in two: the teacher and students learn from the first half, and are
-scored on the second one. `stsb-all` is STS-B with all of its pairs labelled. Where all texts have labels, a
-third kind of students learns these with the answers, half and half. A fourth kind learns, in as many steps,
-also the answers to further pairs of the texts of pairs (`--mine mini`). With `--augment`, a model with a head
-for masked tokens (`minilm-cache head`), students learn the answers to augmented copies of the texts, too.
-With `--seeds` means and sample deviations over seeds are written; the students of the task stage then have
-one teacher, the one that was fine-tuned with seed 0.
+`mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
+whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
+students that are fine-tuned alone on the same examples, from a slice of `mini`: for three epochs, for as many
+examples as the task stage reads (`as long`), or for three epochs after they learned `mini`'s relations (of
+pairs, where texts are pairs) or vectors (of each text alone) of the same texts. Slices are fitted to the text
+of `slice`'s default, and those of the task stage to the task's text. Of QNLI the dev set is split in two: the
+teacher and students learn from the first half, and are scored on the second one. `stsb-all` is STS-B with all
+of its pairs labelled. Where all texts have labels, a third kind of students learns these with the answers,
+half and half. A fourth kind learns, in as many steps, also the answers to further pairs of the texts of pairs
+(`--mine mini`). With `--augment`, a model with a head for masked tokens (`minilm-cache head`), students learn
+the answers to augmented copies of the texts, too. With `--seeds` means and sample deviations over seeds are
+written; the students of the task stage then have one teacher, the one that was fine-tuned with seed 0.
+`--way` makes some of the rows, and leaves others in the result as they are. The published copies are made
+with `--augment HEAD --copies 4`, and 10 of CoLA's texts.
 """
 
 import argparse
@@ -54,7 +57,9 @@ OF_PAIRS: Final = ("stsb", "stsb-all", "mrpc", "qnli")
 LABEL_WEIGHT: Final = 0.5
 COPIES: Final = 10
 """Augmented copies of each text."""
-BEFORE: Final = {"relations": "minilm", "vectors": "embedding"}
+ALONE: Final = "fine-tuned alone"
+AS_LONG: Final = "fine-tuned alone, as long"
+BEFORE: Final = {"relations, then fine-tuned": "minilm", "vectors, then fine-tuned": "embedding"}
 """What students learn of `mini` before they are fine-tuned."""
 TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
 ARCHS: Final = ("3x384", "3x192")
@@ -70,6 +75,8 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
     "stsb-all": {**_RECIPE, "steps": 800, "batches": "by-length"},
 }
 _MAX_LENGTH: Final = 128
+_Scores = dict[str, dict[str, float]]
+"""Scores and their deviations by metric, of a model in a row."""
 
 
 def main() -> None:
@@ -78,53 +85,66 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, default=Path("task-stages"))
     parser.add_argument("--task", action="append", help="all of them without it")
+    parser.add_argument("--way", action="append", help="names of rows; all of them without it")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--augment", help="model that augments texts; without it, no student learns copies")
     parser.add_argument("--copies", type=int, default=COPIES)
     given = parser.parse_args()
-    home, session = given.home, Session(given.home)
     for label in given.task or LABELLED:
-        task = label.removesuffix("-all")
-        data = str(_halves(given.data / "glue", home) if task == "qnli" else given.data / "glue")
-        tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[label], "keep_models": True}
-        config = validated(EvaluateConfig, {**tuning, "seeds": given.seeds})
-        tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
-        train = {**RECIPES[label], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
-        stages = _stages(label, train, augment=given.augment, copies=given.copies)
-        scores = dict(
-            zip(["teacher", *(f"{arch}, fine-tuned alone" for arch in ARCHS)], _scores(tuned), strict=True)
-        )
-        num_texts = 0
-        for way, (more, settings) in stages.items():
-            of_seeds = []
+        rows = read_result("task_stage").get("tasks", {})
+        known = rows.get(label, {})
+        scores, num_texts = _measured(label, given)
+        facts = {"labelled": LABELLED[label], "texts": num_texts or known["texts"]}
+        facts["steps"] = RECIPES[label]["steps"]
+        rows[label] = {**known, **facts, "scores": known.get("scores", {}) | scores}
+        add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _measured(label: str, given: argparse.Namespace) -> tuple[_Scores, int | None]:
+    """Return a task's scores in the ways that are asked for, and its texts; None without a task stage."""
+    home, session = given.home, Session(given.home)
+    task = label.removesuffix("-all")
+    data = str(_halves(given.data / "glue", home) if task == "qnli" else given.data / "glue")
+    tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[label], "keep_models": True}
+    config = validated(EvaluateConfig, {**tuning, "seeds": given.seeds})
+    train = {**RECIPES[label], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
+    stages = _stages(label, train, augment=given.augment, copies=given.copies)
+    asked = given.way or [ALONE, AS_LONG, *stages, *BEFORE]
+    found: _Scores = {}
+    num_texts = None
+    tuned = None
+    if any(way == ALONE or way in stages for way in asked):
+        tuned = evaluate_models(config, [MINI], out=home / "tuned", session=session)
+        (found["teacher"],) = _scores(tuned)
+    for way in asked:
+        names = [f"{arch}, {way}" for arch in ARCHS]
+        if way in {ALONE, AS_LONG}:
+            as_long = round(train["steps"] * train["batch_size"] / LABELLED[label])
+            changed = config if way == ALONE else config.with_changes(epochs=(as_long,))
+            scores = _scores(evaluate_models(changed, _slices(home), out=home / "tuned", session=session))
+        elif way in BEFORE:
+            scores = _fine_tuned_after(
+                BEFORE[way], home / label, recipe=RECIPES[label], config=config, session=session
+            )
+        else:
+            assert tuned is not None
             name = f"{label}{way.removeprefix('task stage').replace(' ', '-')}"
-            for seed in range(given.seeds):
-                stage = run_task_stage(
-                    validated(TaskStageConfig, {"task": task, "data": data, **more}),
+            stage = {"task": task, "data": data, **stages[way][0]}
+            made = [
+                run_task_stage(
+                    validated(TaskStageConfig, stage),
                     dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
-                    train={**settings, "seed": seed},
+                    train={**stages[way][1], "seed": seed},
                     out=_folder(home / name, seed),
                     session=session,
                 )
-                of_seeds.append(_scores(stage.evaluation))
-                num_texts = max(num_texts, stage.num_texts)
-            of_stage = ["teacher, as it is", *(f"{arch}, {way}" for arch in ARCHS)]
-            scores |= dict(zip(of_stage, map(_over_seeds, zip(*of_seeds, strict=True)), strict=True))
-        for way, objective in BEFORE.items():
-            found = _fine_tuned_after(
-                objective, home / label, recipe=RECIPES[label], config=config, session=session
-            )
-            scores |= dict(zip([f"{arch}, {way}, then fine-tuned" for arch in ARCHS], found, strict=True))
-        rows = read_result("task_stage").get("tasks", {})
-        rows[label] = {
-            "labelled": LABELLED[label],
-            "texts": num_texts,
-            "steps": RECIPES[label]["steps"],
-            "seeds": given.seeds,
-            **({} if given.augment is None else {"copies": given.copies}),
-            "scores": scores,
-        }
-        add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+                for seed in range(given.seeds)
+            ]
+            num_texts = max(each.num_texts for each in made)
+            of_seeds = zip(*(_scores(each.evaluation) for each in made), strict=True)
+            found["teacher, as it is"], *scores = map(_over_seeds, of_seeds)
+        found |= dict(zip(names, scores, strict=True))
+    return found, num_texts
 
 
 def _stages(

@@ -34,7 +34,10 @@ def info(
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show the reverse KL and the mass kept, too.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also show KL(stored, teacher) and the share of probability that is kept."
+        ),
     ] = False,
     json: JsonOption = False,
 ) -> None:

@@ -122,10 +122,10 @@ def _print_plan(measured: "Plan") -> None:
     print_pairs({"teacher": measured.memory.in_words})
     print_table(
         f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}"
-        + ("" if differ else f"; layers: {layers[0]}"),
+        + ("" if differ or not measured.settings[0].fidelity else f"; layers: {layers[0]}"),
         [
             *("codec", *(["layers"] if differ else []), "B/token", "all files"),
-            *("KL(teacher, stored)", "dump", "pays from epoch"),
+            *("KL(teacher, stored)", "dump", "cheaper from epoch"),
         ],
         [
             [
@@ -143,8 +143,8 @@ def _print_plan(measured: "Plan") -> None:
     states, length = measured.settings[0].states, measured.num_tokens / measured.num_sequences
     if states:
         print_table(
-            "States",
-            ["state", "B/token", "B/text"],
+            "Signals",
+            ["signal", "B/token", "B/text"],
             [
                 [state.path, f"{state.bytes_per_token:.1f}", f"{state.bytes_per_token * length:,.0f}"]
                 for state in states
@@ -160,8 +160,8 @@ def _print_plan(measured: "Plan") -> None:
     print_pairs(
         {
             **(kl if any(setting.fidelity for setting in measured.settings) else {}),
-            "pays": "number of student-epochs from which the cache is cheaper than running the teacher in "
-            "every epoch; one epoch of one student is never enough",
+            "cheaper": "epochs, summed over all students, from which the cache costs less than running the "
+            "teacher in every epoch; one epoch of one student is never enough",
         }
     )
 

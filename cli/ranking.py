@@ -38,7 +38,7 @@ def mine(
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON lines file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
-    """Write queries with their right documents and near ones that are not right, for a teacher to score.
+    """Mine hard negatives: write queries with relevant documents and near others, for a teacher to score.
 
     Example: minilm-cache mine mini --retrieval questions.jsonl --out groups.jsonl
     """

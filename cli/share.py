@@ -124,7 +124,10 @@ def _print_shared(
 def export(
     cache: Annotated[str, typer.Argument(metavar="CACHE", help="Folder or URL of a cache.")],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Parquet file, or folder of scores, that is new.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Parquet file to write, or with --scores a folder. It must not exist yet."
+        ),
     ],
     *,
     scores: Annotated[

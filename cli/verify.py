@@ -24,7 +24,7 @@ _STATES = {True: "complete", False: "unfinished: committed shards only", None: "
 
 @options(VerifyConfig)
 def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption = False) -> None:
-    """Compare a cache with what was committed; exit code 3 for damage.
+    """Check a cache against the sizes and hashes that were recorded; exit code 3 for damage.
 
     Without --full, only the sizes of files are compared, so that changed bytes do not show.
 
@@ -94,7 +94,7 @@ def _print_recheck(again: "Recheck") -> None:
     print_table("The teacher, run again on a sample (nats)", columns, rows)
     if again.states:
         print_table(
-            "States",
+            "Signals",
             ["state", "relative error, or bias of labels", "allowed"],
             [[state.path, f"{state.found:.4f}", f"{state.allowed:.4f}"] for state in again.states],
         )

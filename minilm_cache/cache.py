@@ -137,7 +137,7 @@ class Cache(Described):
             return [self[position] for position in range(len(self))[number]]
         number = index(number)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"sequence {number} of a cache of {len(self)}")
+            raise IndexError(f"there is no sequence {number}: the cache has {len(self)}, counted from 0")
         number %= len(self)
         rows = self._segment(self.reader.segments.segment_of(number)).sequence(number)
         return CachedSequence(self, number, rows)
@@ -204,7 +204,7 @@ class CachedSequence(Described):
             raise ValueError(f"there is no relation {kind!r}; the relations are {', '.join(RelationKind)}")
         chosen, layers = RelationKind(kind), self._cache.layers
         if not layers:
-            raise ValueError("this cache holds no relations, but states alone")
+            raise ValueError("this cache holds no relations, but other signals: see `states()`")
         if layer is not None and layer not in layers:
             raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
         codec = self._cache.codecs[layers[-1] if layer is None else layer]

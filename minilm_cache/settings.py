@@ -164,15 +164,15 @@ class PromptSettings(CorpusSettings):
     """What a model reads of each record beside, or before, its text."""
 
     pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
-    """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
-    tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
-    which are a list, or in several columns like query,pos+neg; a folder in BEIR's layout has
-    query,positive+negative. None means that each document is one text."""
+    """Columns of the two texts of a pair, like question,sentence. The model reads both together, and the
+    longer text is cut first. For a query with several documents give the columns of these, like
+    query,pos+neg; for a folder in BEIR's layout, query,positive+negative. None means that each document is
+    one text."""
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Words to put before every text, like "query: ". None means `--prompt-name`."""
+    """Words to put before every text, like "query: ". None means the prompt that `--prompt-name` selects."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Name of the teacher's prompt to put before every text, such as `query` or `document`, or `none` for no
-    prompt. None means its default, which most teachers do not have."""
+    prompt. None means the teacher's default prompt, which most do not have."""
     role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Column of records with the name of each text's prompt, such as `query` or `document`; empty means no
     prompt. None means that all texts get the same."""
@@ -198,9 +198,9 @@ class SequenceSettings(CorpusSettings):
     """How much of a text is read, in sequences of which length."""
 
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a sequence, special tokens included."""
+    """Maximum tokens of a sequence, special tokens included."""
     max_tokens: Annotated[int, Field(ge=4, le=MAX_TOKENS)] | None = None
-    """Most tokens to read in all. None means the whole corpus."""
+    """Maximum tokens to read in all. None means the whole corpus."""
 
     @model_validator(mode="after")
     def _holds_a_sequence(self) -> "SequenceSettings":
@@ -428,4 +428,4 @@ class SliceConfig(NamedTeacherSettings, CorpusSettings):
     """The teacher's layers that are cut, counted from 0, like 0,2,5. None means evenly spaced ones, the last
     included."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a sequence of the text, special tokens included."""
+    """Maximum tokens of a sequence of the text, special tokens included."""

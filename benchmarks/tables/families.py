@@ -13,8 +13,8 @@ def families() -> str:
 
 
 def _relations(row: Family) -> str:
-    codecs = "`topk`, `dense`: its scores have a bias" if row.has_bias else "every codec"
-    return codecs + ("; rows see their past" if row.is_decoder else "")
+    codecs = "`topk`, `dense`: attention scores have a bias" if row.has_bias else "every codec"
+    return codecs + ("; causal" if row.is_decoder else "")
 
 
 def _slices(row: Family) -> str:

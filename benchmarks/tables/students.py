@@ -181,14 +181,16 @@ def pair_scores() -> str:
 
 def rerankers() -> str:
     """Return how well and how fast students of a reranker's scores rank, beside the teacher."""
+    result = read("rerankers")
+    rates = {name: f"{rate:.0f}" for name, rate in result["pairs_per_s"].items()}
     rows = [
         [
             _reranker(name),
             f"{row['ndcg_at_10']:.1f} ({row['interval'][0]:.1f} to {row['interval'][1]:.1f})",
             f"{row['mrr_at_10']:.1f}",
-            f"{row['pairs_per_s']}" if "pairs_per_s" in row else "-",
+            "-" if " bi " in name else rates.get(name.split()[0], "-"),
         ]
-        for name, row in read("rerankers")["rows"].items()
+        for name, row in result["rows"].items()
     ]
     return table_of(["model", "nDCG@10, 95 % interval", "MRR@10", "pairs per second, one core"], rows)
 
@@ -288,23 +290,19 @@ def static_models() -> str:
 
 
 def shapes() -> str:
-    """Return how well an early loss, and weights alone, rank shapes."""
-    result = read("shapes")
-    rows = [
-        [
-            "held-out loss after a tenth of the steps",
-            "held-out loss at the end",
-            f"{result['tau_by_share']['0.1']:.2f}",
+    """Return how well an early loss, and weights alone, rank shapes, for each teacher."""
+    teachers = read("shapes")["teachers"]
+    loss, end = "held-out loss", "held-out loss at the end"
+    orders = {
+        (f"{loss} after a tenth of the steps", end): [
+            each["tau_by_share"]["0.1"] for each in teachers.values()
         ],
-        [
-            "held-out loss after three tenths",
-            "held-out loss at the end",
-            f"{result['tau_by_share']['0.3']:.2f}",
-        ],
-        ["number of weights", "held-out loss at the end", f"{result['tau_weights_loss']:.2f}"],
-        ["held-out loss at the end", "STS-B", f"{result['tau_loss_stsb']:.2f}"],
-    ]
-    return table_of(["order by", "and by", "Kendall's tau"], rows)
+        (f"{loss} after three tenths", end): [each["tau_by_share"]["0.3"] for each in teachers.values()],
+        ("number of weights", end): [each["tau_weights_loss"] for each in teachers.values()],
+        (end, "STS-B"): [each["tau_loss_stsb"] for each in teachers.values()],
+    }
+    rows = [[*order, *(f"{tau:.2f}" for tau in taus)] for order, taus in orders.items()]
+    return table_of(["order by", "and by", *(f"Kendall's tau, {name}" for name in teachers)], rows)
 
 
 def halving() -> str:
@@ -333,23 +331,35 @@ def halving() -> str:
 
 def shapes_predicted() -> str:
     """Return how well the losses of shapes at the end can be predicted from those of others."""
-    errors = read("shapes")["predicted"]
+    teachers = read("shapes")["teachers"]
     names = {
         "law": "a law of weights and tokens, E + a / weights^p + b / tokens^q",
         "loss after 10%": "the shape's own loss after a tenth of the steps",
         "loss after 20%": "the shape's own loss after a fifth of the steps",
     }
-    rows = [[words, f"{errors[name]:.1f} %"] for name, words in names.items()]
-    return table_of(["held-out loss at the end, predicted by", "mean error"], rows)
+    rows = [
+        [words, *(f"{each['predicted'][name]:.1f} %" for each in teachers.values())]
+        for name, words in names.items()
+    ]
+    heads = ["held-out loss at the end, predicted by", *(f"mean error, {name}" for name in teachers)]
+    return table_of(heads, rows)
 
 
 def reranker_peer() -> str:
     """Return what the same student costs and is worth by sentence-transformers."""
     rows = [
-        [name, f"{row['ndcg_at_10']:.1f}", f"{row['seconds_a_step']:.2f}", f"{row['bytes'] / 1e6:.1f}"]
-        for name, row in read("rerankers")["peer"].items()
+        [
+            name,
+            precision,
+            f"{row['ndcg_at_10']:.2f}",
+            f"{row['seconds_a_step']:.2f}",
+            f"{row['bytes'] / 1e6:.1f}",
+        ]
+        for precision, measured in read("rerankers")["peer"].items()
+        for name, row in measured.items()
     ]
-    return table_of(["trained by", "nDCG@10", "seconds a step, one core", "MB of scores and texts"], rows)
+    columns = ["trained by", "precision", "nDCG@10", "seconds a step, one core", "MB of scores and texts"]
+    return table_of(columns, rows)
 
 
 def task_stages() -> str:

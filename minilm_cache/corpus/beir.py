@@ -24,7 +24,7 @@ _COLUMNS: Final = ("_id", "title", "text", "question", "answer")
 _FIRST_SIGN: Final = 32
 """The first character that is no control character."""
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
-"""Columns of the groups that judgements make: a query, its right documents, and others."""
+"""Columns of the groups that judgements make: a query, its relevant documents, and others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ def look_at_judged(file: Path) -> None:
 def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each query of a file of judgements is, in words, and its documents in columns of groups.
 
-    The columns are `query`, `positive` (right documents, the best ones first) and `negative` (documents whose
-    grade is 0 or less). A query without a right document is left out.
+    The columns are `query`, `positive` (relevant documents, the best ones first) and `negative` (documents
+    whose grade is 0 or less). A query without a relevant document is left out.
 
     Raises:
         CorpusError: another column is asked for; or same as for `read_judged`.
@@ -126,7 +126,7 @@ def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
     refuse_other_columns(file, columns)
     judged = read_judged(file, texts_beside(file), only_judged=True)
     if not any(grade > 0 for grades in judged.grades.values() for grade in grades.values()):
-        raise CorpusError(f"{file}: no query has a right document, one whose grade is above 0. Add some.")
+        raise CorpusError(f"{file}: no query has a relevant document, one whose grade is above 0. Add some.")
     for query, text in judged.queries.items():
         grades = judged.grades[query]
         right = [judged.documents[name] for name in best_first(grades) if grades[name] > 0]

@@ -30,12 +30,12 @@ class ExportModelConfig(RevisionSettings, ColumnSettings):
     """Columns of a record's two texts, with a comma between them, for models that read pairs. None means
     that each document is one text."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a text, or of a pair of texts."""
+    """Maximum tokens of a text, or of a pair of texts."""
     texts: Annotated[int, Field(ge=8, le=100_000)] = 256
-    """Most texts that the export is fitted to, and as many others that it is judged by."""
+    """Maximum number of texts that the export is fitted to; as many others judge it."""
     min_cosine: Annotated[float, Field(ge=-1, le=1)] = 0.99
-    """Least mean cosine of the export's vectors with the model's own. For a classifier or a cross-encoder:
-    the cosine of all centred answers, which for one score is their correlation. Below it nothing is
+    """Minimum mean cosine of the export's vectors with the model's own. For a classifier or a cross-encoder:
+    the cosine of all centred predictions, which for one score is their correlation. Below it nothing is
     written."""
     retrieval: Path | None = None
     """Retrieval data of your own that nDCG@10 is measured on, before and after: a .jsonl file of `question`
@@ -44,20 +44,22 @@ class ExportModelConfig(RevisionSettings, ColumnSettings):
     """Folder of STS-B in GLUE's layout, or a folder of such folders, that the Spearman correlation is
     measured on, before and after; `hf` for the hub. None means that it is not measured."""
     max_drop: Annotated[float, Field(ge=0, le=100)] = 0.5
-    """Most points, of 100, that `--retrieval` and `--data` may lose. Beyond it nothing is written."""
+    """Maximum points, of 100, that `--retrieval` and `--data` may lose. Beyond it nothing is written."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> "ExportModelConfig":
         if self.onnx == self.openvino:
-            raise ValueError("give one of --onnx and --openvino: what shall run the model")
+            raise ValueError("give either --onnx (for onnxruntime) or --openvino")
         measures = self.retrieval is not None or self.data is not None
         if not measures and self.max_drop != type(self).model_fields["max_drop"].default:
-            raise ValueError("--max-drop is about --retrieval and --data; give one of them")
+            raise ValueError(
+                "--max-drop needs --retrieval or --data. Add one of them, or leave out --max-drop"
+            )
         return self
 
     @property
     def runtime(self) -> Literal["onnx", "openvino"]:
-        """What shall run the model."""
+        """What will run the model."""
         return "onnx" if self.onnx else "openvino"
 
 

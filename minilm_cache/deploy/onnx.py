@@ -132,7 +132,7 @@ def quantise(file: Path, out: Path) -> None:
             )
         except Exception as error:
             raise DeviceError(
-                f"onnxruntime cannot convert this model to 8 bit: {first_line(error)}."
+                f"onnxruntime cannot convert this model to 8 bit: {first_line(error)}. Leave out --int8."
             ) from error
 
 
@@ -182,6 +182,7 @@ def check_same(
     difference = float(differences.max())
     if not difference <= TOLERANCE:  # also where it is not a number
         raise DeviceError(
-            f"{name}: outputs of the exported file differ from torch by {difference:.2g}. Do not use it."
+            f"{name}: outputs of the exported file differ from torch by {difference:.2g}, so "
+            "nothing is kept. Use the model in torch, or another runtime."
         )
     return difference

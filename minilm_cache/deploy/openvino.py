@@ -39,7 +39,9 @@ def convert(file: Path, out: Path, batches: Sequence[Mapping[str, Tensor]] | Non
         with redirect_stdout(io.StringIO()):  # nncf draws progress bars where results are printed
             _convert(file, out, batches)
     except Exception as error:
-        raise DeviceError(f"OpenVINO cannot convert this model: {last_line(error)}.") from error
+        raise DeviceError(
+            f"OpenVINO cannot convert this model: {last_line(error)}. Use --onnx instead."
+        ) from error
 
 
 def _convert(file: Path, out: Path, batches: Sequence[Mapping[str, Tensor]] | None) -> None:

@@ -69,13 +69,15 @@ class TextSettings(PromptSettings, SequenceSettings):
     @model_validator(mode="after")
     def _pairs_are_of_columns(self) -> "TextSettings":
         if self.packing == "pairs" and self.pair_columns is None:
-            raise ValueError("--packing pairs goes with --pair-columns, and only with it")
+            raise ValueError("--packing pairs needs --pair-columns. Add it, or choose another --packing")
         if self.packing != "pairs" and self.pair_columns is not None:
             raise ValueError(
                 f"--packing {self.packing} does not go with --pair-columns, which make sequences of pairs"
             )
         if self.truncation is not None and self.pair_columns is None:
-            raise ValueError("--truncation goes with --pair-columns: of one text the end is cut")
+            raise ValueError(
+                "--truncation needs --pair-columns: a single text is always cut at its end. Leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -83,7 +85,10 @@ class TextSettings(PromptSettings, SequenceSettings):
         for name in ("prompt", "prompt_name", "role_column"):
             if getattr(self, name) is not None and self.packing != "records":
                 flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} goes with --packing records: a prompt is about one document")
+                raise ValueError(
+                    f"--{flag} needs --packing records, because a prompt stands before a whole document. Add "
+                    f"it, or leave out --{flag}"
+                )
         return self
 
 
@@ -96,7 +101,7 @@ class CodecSettings(FrozenSettings):
     with `--for embedding` alone it is `none`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Greatest mean KL(teacher, stored) of each relation with codec `vectors`, nats. "
+        description="Maximum mean KL(teacher, stored) of each relation with codec `vectors`, nats. "
         f"None means {DEFAULT_MAX_KL}.",
     )
     layers: Chosen = "last"
@@ -122,7 +127,7 @@ class CodecSettings(FrozenSettings):
         if self.codec != "vectors" and self.max_kl is not None:
             raise ValueError(f"--max-kl goes with --codec vectors, not with {self.codec}")
         if self.tail is not None and self.select != "largest":
-            raise ValueError("--tail goes with --select largest, and only with it")
+            raise ValueError("--tail needs --select largest. Add it, or leave out --tail")
         if self.codec == "none" and self.layers != "last":
             raise ValueError("--layers are those of relations, which --codec none does not store")
         several = self.layers == "all" or (self.layers != "last" and len(self.layers) > 1)
@@ -134,7 +139,7 @@ class CodecSettings(FrozenSettings):
 class StateSettings(FrozenSettings):
     """What is stored in addition to relations."""
 
-    group = "States"
+    group = "Signals"
     hidden: Chosen | None = None
     """Hidden states of every token to store: `last`, `all`, or numbers. 0 is the output of the embeddings, n
     that of the n-th layer."""
@@ -191,20 +196,26 @@ class StateSettings(FrozenSettings):
     def _states_fit_together(self) -> "StateSettings":
         for name in ("label_k", "label_temperature", "label_tokens"):
             if getattr(self, name) is not None and not self.labels:
-                raise ValueError(f"--{name.replace('_', '-')} goes with --labels, and only with it")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} needs --labels. Add it, or leave out --{flag}")
         for name in ("pooling", "min_cosine"):
             if getattr(self, name) is not None and not self.pooled:
-                raise ValueError(f"--{name.replace('_', '-')} goes with --pooled, and only with it")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} needs --pooled. Add it, or leave out --{flag}")
         if self.maskings is not None and not (self.labels or self.masked_hidden is not None):
-            raise ValueError("--maskings goes with --labels and --masked-hidden, and only with them")
+            raise ValueError(
+                "--maskings needs --labels or --masked-hidden. Add one of them, or leave out --maskings"
+            )
         if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
-            raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
+            raise ValueError(
+                "--max-error needs --hidden or --masked-hidden. Add one of them, or leave out --max-error"
+            )
         if len(set(self.signal)) < len(self.signal):
             raise ValueError(f"signal {', '.join(self.signal)}: name each signal once")
         if self.logits and (self.labels or self.masked_hidden is not None):
             raise ValueError(
-                "--logits goes without --labels and --masked-hidden: a teacher that classifies sequences has "
-                "no head for masked tokens"
+                "--logits cannot be combined with --labels or --masked-hidden: a teacher that classifies "
+                "sequences has no head for masked tokens. Leave out one of them"
             )
         return self
 
@@ -214,9 +225,9 @@ class SpeedSettings(DeviceSettings):
 
     precision: Precision | None = None
     """Precision of the teacher: `float32`, `tf32` (NVIDIA GPUs), `bfloat16`, or `int8`, which holds weights
-    of linear layers in 8 bits and computes in bfloat16. It belongs to what identifies a cache.
-    None means that of the cache that is resumed or added to, otherwise bfloat16 on a GPU and float32 on a
-    CPU."""
+    of linear layers in 8 bits and computes in bfloat16. A cache of another precision is another cache.
+    None means the precision of the cache that is resumed or added to; of a new cache, bfloat16 on a GPU and
+    float32 on a CPU."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Sequences per forward pass of the teacher. None means as many as a quarter of a GPU's free memory
     holds, at most 1024, and 32 on a CPU."""
@@ -284,8 +295,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
             raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
         if self.codec == "none" and not self.has_states:
             raise ValueError(
-                "--codec none stores no relations, and no state is given: nothing to store. Add --for "
-                "embedding, or a state"
+                "--codec none stores no relations, and nothing else is asked for. Add --for embedding, "
+                "--logits or another signal"
             )
         if self.pooled and self.packing == "packed":
             raise ValueError(
@@ -314,7 +325,8 @@ class ImportConfig(FrozenSettings):
     """Model whose tokenizer, family and sizes students have: `mini`, a folder or a hub id. Its weights are
     not read."""
     teacher: str | None = None
-    """Name of the model that computed them, for people. None means the name of the file."""
+    """Name of the model that computed the vectors or scores, for `info` and cards; no such model is loaded.
+    None means the name of the file."""
     pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
     """Columns of pairs of texts that have scores, like question,answer or, of a query and its documents,
     query,pos+neg. None means that the file holds texts and vectors."""
@@ -433,15 +445,16 @@ class PlanConfig(FrozenSettings):
 
     group = "Plan"
     k: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (8, 16)
-    """Entries per row of codec `topk` to compare; may be repeated."""
+    """Entries per row of codec `topk` to compare. Repeat the option for several values."""
     max_kl: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.02, 0.015, 0.005)
-    """Mean KL of each relation of codec `vectors` to compare, nats; may be repeated."""
+    """Mean KL of each relation of codec `vectors` to compare, nats. Repeat the option for several values."""
     dense: bool = True
     """Compare codec `dense`, the exact reference, too."""
     sample_tokens: Annotated[int, Field(ge=512)] = 65_536
-    """Approximate number of tokens that are really dumped."""
+    """Approximate number of tokens that are dumped as a sample."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Choose the most faithful setting of at most this many bytes. None means that none is chosen."""
+    """Choose the most faithful setting of at most this many bytes. None means that all are
+    shown and none is chosen."""
 
 
 def refuse_no_file(config: ImportConfig) -> None:

@@ -17,6 +17,7 @@ from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels, text_of
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.classifier import refuse_several_labels
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.locate import locate_teacher
@@ -239,6 +240,8 @@ def load_teacher(
     layers = () if config.codec == "none" else config.layers
     teacher = Teacher(source, device, layers=layers, head=head, precision=chosen)
     teacher.check_length(config.max_length)
+    if head == "sequences":
+        refuse_several_labels(teacher.problem_type, f"teacher {config.teacher}")
     if config.codec == "vectors":
         teacher.refuse_bias()
     if config.compiled:
@@ -308,7 +311,7 @@ def _refuse_no_comparison(config: DumpConfig, teacher: Teacher, corpus: Corpus) 
     if corpus.num_queries() == corpus.identity.num_documents:
         raise CorpusError(
             f"corpus {config.corpus}: every query has one document, and {compared} compares the documents of "
-            "a query. Add some that are not right (minilm-cache mine), or take --for score."
+            "a query. Add hard negatives (minilm-cache mine), or take --for score."
         )
 
 

@@ -220,7 +220,7 @@ def read_table(
         at, first = next((at, row) for at, row in enumerate(rows, 1) if len(row) != len(names))
         raise CorpusError(
             f"{file}: {num_broken} of {len(rows)} rows do not have {len(names)} columns; the first, row {at},"
-            f" has {len(first)}. Is it the file of another task, or not a .tsv file?"
+            f" has {len(first)}. It may be the file of another task, or no .tsv file: give the right --data."
         )
     if note is not None and num_broken:
         note(f"{file}: {num_broken} of {len(rows)} rows do not have {len(names)} columns and are left out")

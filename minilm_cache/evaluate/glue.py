@@ -110,8 +110,8 @@ def _examples(
     missing = next((name for name in required if not columns.get(name)), None)
     if missing is not None:
         raise CorpusError(
-            f"{where} has no column {missing!r}; it has {', '.join(columns)}. Is it the file of another task "
-            f"than {task.title}?"
+            f"{where} has no column {missing!r}; it has {', '.join(columns)}. It may be the file of another "
+            f"task than {task.title}: give the right --data."
         )
     size = len(columns[texts[0]])
     labels = columns[task.label] if labelled else [None] * size
@@ -129,14 +129,18 @@ def _label(task: TextTask, label: object, where: str) -> float:
     if not task.is_regression:
         word = str(label)
         if word not in task.labels:
-            raise CorpusError(f"{where}: label {str(label)!r} is not one of {', '.join(task.labels)}.")
+            raise CorpusError(
+                f"{where}: label {str(label)!r} is not one of {', '.join(task.labels)}. Correct or remove it."
+            )
         return float(task.labels.index(word))
     try:
         value = float(str(label))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise CorpusError(f"{where}: {task.label} {str(label)!r} is not a finite number.")
+        raise CorpusError(
+            f"{where}: {task.label} {str(label)!r} is not a finite number. Correct or remove it."
+        )
     return value
 
 
@@ -197,7 +201,7 @@ def _tracks_by_language(
     if task.languages == "cross-lingual":
         if _ENGLISH not in trains:
             raise CorpusError(
-                f"{task.title} across languages trains on English, whose training set is not there."
+                f"{task.title} across languages trains on English, whose training set is not there. Add it."
             )
         return [_track("", trains[_ENGLISH], scored)]
     by_language = {
@@ -208,7 +212,10 @@ def _tracks_by_language(
         (language for language, sets in by_language.items() if f"dev-{language}" not in sets), None
     )
     if lacking is not None:
-        raise CorpusError(f"{task.title} has a training set of {lacking!r}, but no dev set of it.")
+        raise CorpusError(
+            f"{task.title} has a training set of {lacking!r}, but no dev set of it. "
+            "Add that, or remove the training set."
+        )
     return [_track(language, trains[language], sets) for language, sets in by_language.items()]
 
 

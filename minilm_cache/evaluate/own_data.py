@@ -12,7 +12,7 @@ from minilm_cache.evaluate.settings import RetrievalData, refuse_no_data
 from minilm_cache.session import Session
 
 _LOOKED_FOR: Final = 200
-"""Most right documents that are looked for in further texts, which takes milliseconds for each megabyte."""
+"""Maximum relevant documents that are looked for in further texts: it takes milliseconds for a megabyte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
     Args:
         named: the data, and which corpus is searched, too.
         session: its home is the folder of what is kept of texts from the hub. Its progress shows how many
-            right documents stand in a text of the corpus, which counts as wrong.
+            relevant documents stand in a text of the corpus, which counts as wrong.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
@@ -64,7 +64,7 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
     right = sorted({document for documents in data.right.values() for document in documents})[:_LOOKED_FOR]
     if num_parts := _num_parts([data.documents[document] for document in right], further.keys() - known):
         session.progress.note(
-            f"{num_parts} of {len(right)} right documents of {named.judged} stand in longer ones of "
+            f"{num_parts} of {len(right)} relevant documents of {named.judged} stand in longer ones of "
             f"{named.beside}, and finding these counts as wrong. Take whole documents as answers."
         )
     return replace(data, documents={**added, **data.documents})
@@ -85,7 +85,7 @@ def read_own_data(named: RetrievalData) -> OwnData:
             judgements anywhere; or a .jsonl file whose records have `question` and `answer`.
 
     Raises:
-        CorpusError: a file is missing or damaged, a record lacks a text, or a query lacks a right document.
+        CorpusError: a file is missing or damaged, a record lacks a text, or a query has no relevant document.
     """
     path = named.judged
     assert path is not None
@@ -100,9 +100,9 @@ def read_own_data(named: RetrievalData) -> OwnData:
         data = _of_questions(path)
     lacking = next((query for query in data.queries if not data.right.get(query)), None)
     if not data.queries:
-        raise CorpusError(f"{where}: no query has a right document. Add some.")
+        raise CorpusError(f"{where}: no query has a relevant document. Add some.")
     if lacking is not None:
-        raise CorpusError(f"{where}: query {lacking!r} has no right document. Add it or remove the query.")
+        raise CorpusError(f"{where}: query {lacking!r} has no relevant document. Add it or remove the query.")
     return data
 
 

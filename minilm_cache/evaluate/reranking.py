@@ -55,13 +55,13 @@ class Mined:
     path: Path
     queries: int
     pairs: int
-    """Pairs of a query with a right document or a negative."""
+    """Pairs of a query with a relevant document or a negative."""
     lacking: int
     """Queries with fewer negatives than were asked for."""
 
 
 def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session = ALONE) -> Mined:
-    """Write each query with its right documents and some near ones that are not right, as JSON lines.
+    """Write each query with its relevant documents and hard negatives (near others), as JSON lines.
 
     Args:
         config: the data, and which negatives are taken.
@@ -110,11 +110,11 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
 def _hard_negatives(
     data: OwnData, vectors: tuple[Vectors, Vectors], config: MineConfig
 ) -> dict[str, list[str]]:
-    """Return the nearest documents of each query that are not right, and not too near, the nearest first.
+    """Return the nearest documents of each query that are not relevant, nor too near, the nearest first.
 
-    The margin is from the right document that is farthest, as sentence-transformers takes it. A document is
-    none of them if it is the query, or right for a query with the same words. White space and capital letters
-    do not count.
+    The margin is from the relevant document that is farthest, as sentence-transformers takes it. A document
+    is none of them if it is the query, or relevant to a query with the same words. White space and capital
+    letters do not count.
     """
     (queries, documents), names = vectors, list(data.documents)
     names_at = {name: at for at, name in enumerate(names)}

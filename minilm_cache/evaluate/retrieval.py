@@ -23,7 +23,7 @@ Vectors = npt.NDArray[np.float32]
 """Unit vectors, `(texts, width)`."""
 _MEASURES: Final = {"ndcg_at_10": "ndcg_cut_10", "mrr_at_10": "recip_rank", "recall_at_100": "recall_100"}
 """Names that pytrec_eval has for measures: normalised discounted cumulative gain (Jarvelin and Kekalainen
-2002), the reciprocal of the first right document's rank, and the share of right documents that are found."""
+2002), the reciprocal of the first relevant document's rank, and the share of relevant documents found."""
 _NEAREST: Final = 100
 _QUERIES_AT_ONCE: Final = 256
 _RESAMPLES: Final = 2000

@@ -59,11 +59,12 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
     file of your own texts with labels, or with texts to generate; may be repeated."""
     data: str | None = None
     """Folder of the task's published files, or a folder of such folders by the tasks' names. `hf` downloads
-    them from the Hugging Face hub, `hf:ID` from another repository there. None means that tasks are files."""
+    them from the Hugging Face hub, `hf:ID` from another repository there. None means that each task is a
+    file."""
     text_columns: Annotated[str, Field(min_length=1, max_length=512)] = "text"
     """Column of the texts of a task of your own, or of both texts of pairs, like question,answer."""
     label_column: Annotated[str, Field(min_length=1, max_length=256)] = "label"
-    """Column of its labels: names or numbers of classes, or values on a scale."""
+    """Column of the labels of a task of your own: names or numbers of classes, or values on a scale."""
     metric: Metric | None = None
     """Metric of a task of your own. None means accuracy, or pearson and spearman where labels are numbers
     that are not all whole."""
@@ -82,12 +83,12 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
     seeds: Annotated[int, Field(ge=1, le=1000)] = 1
     """Number of trials of each setting, with seeds 0, 1, ..."""
     max_length: Annotated[int, Field(ge=16, le=2**16)] | None = None
-    """Most tokens of an example, or of what a text is generated from. None means 128, 384 for questions with
-    contexts, and the paper's for generated texts."""
+    """Maximum tokens of an example, or of what a text is generated from. None means 128, 384 for questions
+    with contexts, and the paper's for generated texts."""
     max_train: Annotated[int, Field(ge=1)] | None = None
-    """Most training examples, drawn once for all models. None means all of them."""
+    """Maximum number of training examples; the same ones serve all models. None means all of them."""
     max_dev: Annotated[int, Field(ge=1)] | None = None
-    """Most examples of each dev set. None means all of them."""
+    """Maximum number of examples of each dev set. None means all of them."""
     as_is: bool = False
     """Score classifiers with the heads that they have, without fine-tuning, such as students of answers or of
     scores, and models that generate texts already. A task of your own is then scored as a whole."""
@@ -124,7 +125,7 @@ class EvaluateConfig(GenerationOptions, ModelSettings):
         if len(own) < len(self.task) and self.data is None:
             raise ValueError("--data is missing: the folder with the published files of the task, or hf")
         if own and len(own) == len(self.task) and self.data is not None:
-            raise ValueError(f"--data {self.data}: {own[0]} is a file of its own. Leave it out.")
+            raise ValueError(f"--data {self.data}: {own[0]} is a file of its own. Leave out --data.")
         names = [Path(name).name for name in own]
         doubled = next((name for name in names if names.count(name) > 1), None)
         if doubled is not None:
@@ -178,41 +179,42 @@ class SpeedConfig(ModelSettings):
 
     group = "Measurement"
     batch_size: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 32)
-    """Sequences of a forward pass; may be repeated."""
+    """Sequences of a forward pass. Repeat the option for several values."""
     length: Annotated[tuple[Annotated[int, Field(ge=4, le=2**16)], ...], Field(min_length=1)] = (32, 128)
-    """Tokens of each sequence; may be repeated."""
+    """Tokens of each sequence. Repeat the option for several values."""
     turns: Annotated[int, Field(ge=1)] = 10
-    """Passes of each model that are measured, taken in turns."""
+    """Timed forward passes of each model; the models take turns."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights in torch."""
     generate: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Tokens to generate from each sequence, greedily, by the models that were fine-tuned for it. None means
-    that passes alone are measured."""
+    that only forward passes are measured."""
     onnx: Path | None = None
     """Folder to export models to as ONNX, which are measured, too. None means no export."""
 
 
 class RetrievalData(ColumnSettings):
-    """Queries of one's own, their right documents, and the texts that are searched."""
+    """Queries of one's own, their relevant documents, and the texts that are searched."""
 
     retrieval: Path | None = None
     """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
     (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split. None means
-    that there are none, or that `--queries`, `--corpus` and `--qrels` name them."""
+    that `--queries`, `--corpus` and `--qrels` give them, or that no retrieval is measured."""
     corpus: Annotated[str, Field(min_length=1)] | None = None
-    """Text whose documents are searched, too: a collection that the right answers of `--retrieval` are to be
-    found in; a file or a name as for `dump`. With `--qrels`: the .jsonl file of documents, as in BEIR's
+    """Text whose documents are searched, too: a collection that the relevant documents of `--retrieval` are
+    to be found in; a file or a name as for `dump`. With `--qrels`: the .jsonl file of documents, as in BEIR's
     layout. None means that only documents of `--retrieval` are searched."""
     queries: Path | None = None
-    """File of queries as in BEIR's layout (`_id`, `text`), where `--qrels` is given. None means that there is
-    none."""
+    """File of queries as in BEIR's layout (`_id`, `text`), where `--qrels` is given. None means that
+    `--retrieval` gives them."""
     qrels: Path | None = None
     """File of judgements as in BEIR's layout (query, document, grade; .tsv), for files that stand in no
-    folder of that layout; it goes with `--queries` and `--corpus`. None means that there is none."""
+    folder of that layout; give `--queries` and `--corpus` with it. None means that `--retrieval` gives
+    them."""
 
     @property
     def judged(self) -> Path | None:
-        """What says which documents are right: `retrieval`, or `qrels`. None means that nothing does."""
+        """What says which documents are relevant: `retrieval`, or `qrels`. None means that nothing does."""
         return self.retrieval or self.qrels
 
     @property
@@ -225,7 +227,7 @@ class RetrievalData(ColumnSettings):
         if (self.qrels is None) != (self.queries is None) or (self.qrels and not self.corpus):
             raise ValueError("--queries, --corpus and --qrels go together. Give all three files.")
         if self.qrels is not None and self.retrieval is not None:
-            raise ValueError("--qrels and --retrieval are two data. Give one of them.")
+            raise ValueError("--qrels and --retrieval both give retrieval data. Leave out one of them.")
         if self.judged is None and self.corpus is not None:
             raise ValueError("--corpus goes with --retrieval, or with --queries and --qrels")
         of_text = self.text_column is not None or self.documents != "paragraphs"
@@ -242,15 +244,15 @@ class EmbeddingsConfig(RetrievalData, ModelSettings):
     """Folder of STS-B in GLUE's layout, or a folder of such folders; `hf` or `hf:ID` for the hub. None means
     that only retrieval is measured."""
     max_pairs: Annotated[int, Field(ge=2)] | None = None
-    """Most pairs of the dev set. None means all of them."""
+    """Maximum number of pairs of the dev set. None means all of them."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a text; a model whose folder says that it reads fewer reads as many."""
+    """Maximum tokens of a text; a model whose folder says that it reads fewer reads as many."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Texts of a forward pass."""
     save: Path | None = None
     """Folder to write each model to as a sentence-transformer. None means that none is written."""
     mteb: tuple[str, ...] = ()
-    """Task of the Massive Text Embedding Benchmark, like STS12; may be repeated."""
+    """Task of the Massive Text Embedding Benchmark, like STS12. Repeat the option for several tasks."""
 
     @model_validator(mode="after")
     def _measures_something(self) -> "EmbeddingsConfig":
@@ -266,7 +268,7 @@ class OwnDataSettings(RetrievalData, ModelSettings):
 
     group = "Candidates"
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Most tokens of a text, or of a query with a document."""
+    """Maximum tokens of a text, or of a query with a document."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Texts, or pairs of texts, of a forward pass."""
 
@@ -281,13 +283,14 @@ class MineConfig(OwnDataSettings):
     """Settings of a search for hard negatives."""
 
     negatives: Annotated[int, Field(ge=1, le=1000)] = 7
-    """Negatives (documents that are not right) of each query."""
+    """Hard negatives (near documents that are not relevant) of each query."""
     among: Annotated[int, Field(ge=1, le=10_000)] = 50
-    """Number of nearest documents to draw negatives from; the value of `--negatives` takes them all."""
-    margin: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Least share by which a negative's cosine is below that of the right document (the farthest one, where
-    there are several), like 0.05: what is nearer may be right, too, without a mark. None means that all are
+    """Number of nearest documents that negatives are drawn from. If it equals `--negatives`, all are
     taken."""
+    margin: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Minimum relative gap, like 0.05: a negative's cosine must be at least 5 % below that of the relevant
+    document (the farthest one, if there are several), because a nearer one may be relevant without a mark.
+    None means no minimum."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the draw."""
 
@@ -306,7 +309,7 @@ class RerankConfig(OwnDataSettings):
     candidates: Annotated[int, Field(ge=2, le=1000)] = 100
     """Nearest documents of each query that are ranked anew."""
     max_queries: Annotated[int, Field(ge=1)] | None = None
-    """Most queries, the first ones. None means all of them."""
+    """Maximum number of queries; the first ones are taken. None means all of them."""
 
 
 class TrialIdentity(FrozenSettings):

@@ -28,7 +28,10 @@ def read_span_task(task: SpanTask, source: Source) -> list[Track[SpanExample]]:
     folder = task_folder(source.folder, task.title)
     train = _read_file(task, folder, task.train)
     if not any(example.answers for example in train):
-        raise CorpusError(f"{folder / task.train} has no question with an answer: nothing can be learned.")
+        raise CorpusError(
+            f"{folder / task.train} has no question with an answer: nothing can be learned. "
+            "Give the whole file."
+        )
     dev = _read_sets(task, folder, name="dev", file=task.dev)
     if not dev:
         raise CorpusError(f"{folder} has no {task.dev.format(lang='LANGUAGE')}. Give the official layout.")

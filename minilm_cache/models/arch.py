@@ -124,9 +124,9 @@ def _check_shape(shape: StudentShape) -> None:
     arch, heads = shape.arch, shape.num_heads
     inside = shape.hidden_size if shape.bottleneck_size is None else shape.bottleneck_size
     if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size, inside}:
-        raise InvalidConfigError(f"--arch {arch}: every size must be at least 1.")
+        raise InvalidConfigError(f"--arch {arch}: every size must be at least 1. Take larger ones.")
     if shape.num_layers > _MAX_LAYERS:
-        raise InvalidConfigError(f"--arch {arch}: more than {_MAX_LAYERS} layers.")
+        raise InvalidConfigError(f"--arch {arch}: more than {_MAX_LAYERS} layers. Take fewer.")
     if shape.hidden_size % heads:
         below = shape.hidden_size - shape.hidden_size % heads
         fitting = [size for size in (below, below + heads) if size]
@@ -141,7 +141,8 @@ def _check_shape(shape: StudentShape) -> None:
         )
     if shape.embedding_size > shape.hidden_size:
         raise InvalidConfigError(
-            f"--arch {arch}: embedding size {shape.embedding_size} is above hidden size {shape.hidden_size}."
+            f"--arch {arch}: embedding size {shape.embedding_size} is above hidden size "
+            f"{shape.hidden_size}. Take a smaller :e, or leave it out."
         )
 
 

@@ -36,6 +36,20 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
     return pooler.eval().requires_grad_(requires_grad=False)
 
 
+def refuse_several_labels(problem_type: str | None, who: str) -> None:
+    """Raise InvalidConfigError for a classifier that gives several labels to a text.
+
+    Args:
+        problem_type: what its config.json says. None means that it says nothing.
+        who: the model, for the message.
+    """
+    if problem_type == "multi_label_classification":
+        raise InvalidConfigError(
+            f"{who} gives several labels to a text (problem_type in its config.json), and students learn "
+            "which one of several classes is right. Take a teacher whose classes exclude each other."
+        )
+
+
 def refuse_answers(folder: Path, name: str) -> None:
     """Raise InvalidConfigError for a model that gives answers to a task, and no vectors of texts."""
     if is_classifier(read_config(folder)) or load_pooled_head(folder) is not None:

@@ -237,7 +237,9 @@ def _types(files: Sequence[Path]) -> dict[str, str]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
                 if name in types:
-                    raise TeacherError(f"{file} holds {name}, which another file of the model holds, too.")
+                    raise TeacherError(
+                        f"{file} holds {name}, which another file of the model holds, too. Remove one."
+                    )
                 types[name] = opened.get_slice(name).get_dtype()
     return types
 

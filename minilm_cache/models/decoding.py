@@ -58,9 +58,9 @@ class DecodingOptions(FrozenSettings):
 
     group = "Generation"
     max_new_tokens: _Tokens | None = None
-    """Most tokens of a generated text. None means the task's own, or what the model was tuned for."""
+    """Maximum tokens of a generated text. None means the task's own, or what the model was tuned for."""
     min_new_tokens: _Few | None = None
-    """Fewest tokens of a generated text. None means the task's own, or what the model was tuned for."""
+    """Minimum tokens of a generated text. None means the task's own, or what the model was tuned for."""
     num_beams: _Beams | None = None
     """Beams of the search; 1 is greedy decoding. None means the task's own, or what the model was tuned
     for."""
@@ -68,8 +68,8 @@ class DecodingOptions(FrozenSettings):
     """Exponent of the length by which the score of a beam is divided. None means the task's own, or what the
     model was tuned for."""
     no_repeat_ngram_size: _Few | None = None
-    """Length of the n-grams that a text has once only; 0 lets all be repeated. None means the task's own, or
-    what the model was tuned for."""
+    """N-grams of this length occur only once in a generated text; 0 allows them to repeat. None means the
+    task's own, or what the model was tuned for."""
 
     @property
     def given(self) -> list[str]:

@@ -184,7 +184,9 @@ def onnx_session(file: Path, provider: str = CPU_PROVIDER) -> tuple[Run, tuple[s
     try:
         session = onnxruntime.InferenceSession(file, options, providers=[provider])
     except Exception as error:
-        raise DeviceError(f"onnxruntime cannot read {file}: {first_line(error)}.") from error
+        raise DeviceError(
+            f"onnxruntime cannot read {file}: {first_line(error)}. Export the model again."
+        ) from error
 
     def run(values: Mapping[str, Tensor]) -> Tensor:
         arrays = {name: value.cpu().numpy() for name, value in values.items()}
@@ -207,7 +209,9 @@ def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
     try:
         model: Any = openvino.Core().compile_model(file, "CPU", settings)
     except Exception as error:
-        raise DeviceError(f"openvino cannot read {file}: {last_line(error)}.") from error
+        raise DeviceError(
+            f"openvino cannot read {file}: {last_line(error)}. Export the model again."
+        ) from error
 
     def run(values: Mapping[str, Tensor]) -> Tensor:
         arrays = {name: value.cpu().numpy() for name, value in values.items()}

@@ -513,7 +513,9 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         if isinstance(modules, nn.ModuleList) and len(modules) == depth
     ]
     if not lists:
-        raise TeacherError(f"model family {family!r} has no list of {depth} layers to take from.")
+        raise TeacherError(
+            f"model family {family!r} has no list of {depth} layers to take from. Take another model."
+        )
     for parent, attribute, modules in lists:
         if parent == lists[0][0]:  # some families have a list of each part of a layer, side by side
             chosen = nn.ModuleList(modules[number] for number in layers)
@@ -528,7 +530,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     if sizes.keys() == theirs.keys() and sizes != theirs:
         raise TeacherError(
             f"model family {family!r} has weights whose sizes depend on the number of layers, so that it "
-            "cannot be cut."
+            "cannot be cut. Take another model."
         )
     if sizes != theirs or not _compute_the_same(alone, kept):
         raise TeacherError(

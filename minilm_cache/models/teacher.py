@@ -153,6 +153,11 @@ class Teacher:
         """Numbers of an answer of a teacher with a head of classes, or of one score."""
         return self.model.config.num_labels or 1
 
+    @property
+    def problem_type(self) -> str | None:
+        """What kind of answers a classifier gives, as its config.json says. None means that it does not."""
+        return getattr(self.model.config, "problem_type", None)
+
     @cached_property
     def identity(self) -> TeacherIdentity:
         """What identifies the teacher: hashes of its content, and its sizes."""
@@ -543,10 +548,10 @@ class TeacherMemory(NamedTuple):
     @property
     def in_words(self) -> str:
         """What the weights take, for people."""
-        free = "" if self.free is None else f", of which {decimal(self.free)} are free"
+        free = "" if self.free is None else f"; {decimal(self.free)} are free"
         return (
-            f"{self.num_weights:,} weights in {self.precision} take {decimal(self.num_bytes)} of "
-            f"{self.device}'s memory{free}"
+            f"{self.num_weights:,} weights in {self.precision} need {decimal(self.num_bytes)} of memory on "
+            f"{self.device}{free}"
         )
 
 

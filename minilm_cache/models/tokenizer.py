@@ -91,8 +91,8 @@ def refuse_more_words(tokenizer: PreTrainedTokenizerFast, model: nn.Module, fold
     rows = table.num_embeddings if isinstance(table, nn.Embedding) else cast("Any", model).config.vocab_size
     if len(tokenizer) > rows:
         raise TeacherError(
-            f"the tokenizer in {folder} has {len(tokenizer)} words, and the model {rows} embeddings. Save "
-            "the tokenizer that it was trained with there."
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and the model has {rows} embeddings. "
+            "Save the tokenizer that it was trained with there."
         )
 
 

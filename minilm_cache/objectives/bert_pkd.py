@@ -23,7 +23,7 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.tinybert import answer_loss, refuse_temperature_of_number
+from minilm_cache.objectives.tinybert import answer_loss, refuse_needless_temperature
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
@@ -81,7 +81,7 @@ class PatientObjective(StudentObjective):
         """
         super().__init__()
         self._pairs, self._patience = tuple(pairs), patience
-        square = patience.temperature**2
+        square = 1.0 if num_classes == 1 else patience.temperature**2  # a squared error has no temperature
         answers = ALPHA * square / (num_classes or 1) if patience.is_authors else square
         self.weights = {"patient": patience.weight, "prediction": answers}
         self.needs = StudentNeeds(
@@ -122,9 +122,15 @@ class BertPkd(ObjectiveKind):
         """Return the hidden states of the layers that students are mapped to, and logits.
 
         Raises:
-            InvalidConfigError: there is a temperature, and the teacher answers with one number.
+            InvalidConfigError: there is a temperature, and the teacher answers with one number or the cache
+                has no logits; or nothing has a weight.
         """
-        refuse_temperature_of_number(request)
+        refuse_needless_temperature(request)
+        if request.config.patience == 0 and request.cache.manifest.identity.num_classes is None:
+            raise InvalidConfigError(
+                "--patience 0 leaves nothing to learn from a cache without logits. Give a weight above 0, or "
+                "add logits: dump --add CACHE --logits."
+            )
         depths = {num_layers_of(arch) for arch in request.arch}
         layers = sorted({pair.teacher for depth in depths for pair in _intermediate_pairs(request, depth)})
         names = tuple(SignalName(StateFamily.FIRST, layer + 1) for layer in layers)

@@ -1,11 +1,13 @@
 """Chooses the objective of a run by its name, and checks that the cache can serve it."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.classifier import refuse_several_labels
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import WantedTargets
@@ -20,7 +22,7 @@ from minilm_cache.objectives.labelled import OwnLabels, own_labels
 from minilm_cache.objectives.several import OtherTeachers, other_teachers
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.signals.table import SIGNALS, signal_of
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StatesIdentity
 
 
@@ -86,6 +88,9 @@ def choose_objective(
         config, wanted.layers, held=cache.layers, codec=identity.codec.name, place=str(cache.reader.root)
     )
     _check_signals(config, manifest.identity.states, wanted)
+    if LOGITS in wanted.signals:
+        document = json.loads(cache.reader.attachment(TEACHER_CONFIG))
+        refuse_several_labels(document.get("problem_type"), f"--objective {config.objective}: the teacher")
     if wanted.relation_heads is not None:
         _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
     return objective

@@ -30,6 +30,10 @@ EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours
 """What objective `embedding` can compare."""
 
 
+_MOST_WEIGHT: Final = 1e4
+"""Greatest weight of one of them."""
+
+
 def known_losses(given: tuple[str, ...]) -> tuple[str, ...]:
     """Return losses of `embedding` as they are.
 
@@ -38,10 +42,12 @@ def known_losses(given: tuple[str, ...]) -> tuple[str, ...]:
     """
     names = [text.partition("=")[0] for text in given]
     for name, text in zip(names, given, strict=True):
-        weight = text.partition("=")[2] or "1"
-        if name not in EMBEDDING_LOSSES or not re.fullmatch(r"\d*\.?\d+", weight) or not float(weight):
+        _, equals, weight = text.partition("=")
+        is_number = not equals or re.fullmatch(r"\d*\.?\d+", weight) is not None
+        if name not in EMBEDDING_LOSSES or not is_number or not 0 < float(weight or 1) <= _MOST_WEIGHT:
             raise ValueError(
-                f"give {', '.join(EMBEDDING_LOSSES)}, with a weight like similarity=10 or without"
+                f"give {', '.join(EMBEDDING_LOSSES)}, with a weight like similarity=10 (at most "
+                f"{_MOST_WEIGHT:g}) or without"
             )
         if names.count(name) > 1:
             raise ValueError(f"{name} is given twice")
@@ -77,22 +83,20 @@ class ObjectiveFields(FrozenSettings):
     query_key_relations: Annotated[bool, Shown("qk", "query and key relations")] = False
     """Learn query and key relations, too (objective `minilm`)."""
     form: Annotated[Form | None, Shown("{}")] = None
-    """Whose loss to compute where the code of a paper's authors differs from its equations: the code
-    (`authors`) or the equations (`paper`). None means `authors`, or nothing where there is no difference."""
-    patience: Annotated[
-        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None, Shown("b{:g}", "patience {}")
-    ] = None
+    """Which loss to use where the code of a paper's authors differs from its equations: that of the code
+    (`authors`) or of the equations (`paper`). None means `authors`; other objectives have no such choice."""
+    patience: Annotated[Annotated[float, Field(ge=0, le=1e6)] | None, Shown("b{:g}", "patience {}")] = None
     """Weight beta of the patient loss of `bert-pkd`. None means 500, or 100 with `--form paper`."""
-    temperature: Annotated[Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")] = (
-        None
-    )
-    """What logits are divided by before they are compared, for `bert-pkd`, `tinybert-prediction` and
-    `listwise`, and cosines for `--loss neighbours`. None means 10 for `bert-pkd` (1 with `--form paper`), as
-    the teacher's cosines are spread for `neighbours`, and otherwise 1."""
-    teacher_temperature: Annotated[
-        Annotated[float, Field(gt=0, le=100)] | None, Shown("tt{:g}", "teacher's temperature {}")
+    temperature: Annotated[
+        Annotated[float, Field(ge=1e-3, le=100)] | None, Shown("t{:g}", "temperature {}")
     ] = None
-    """What the teacher's scores are divided by for `listwise`. None means as `--temperature`."""
+    """What logits are divided by before they are compared, for `bert-pkd`, `tinybert-prediction` and
+    `listwise`, and cosines for `--loss neighbours`. None means 10 for `bert-pkd` (1 with `--form paper`), a
+    third of the deviation of the teacher's cosines for `neighbours`, and otherwise 1."""
+    teacher_temperature: Annotated[
+        Annotated[float, Field(ge=1e-3, le=100)] | None, Shown("tt{:g}", "teacher's temperature {}")
+    ] = None
+    """What the teacher's scores are divided by for `listwise`. None means the value of `--temperature`."""
     encoder: Annotated[Literal["cross", "bi"] | None, Shown("{}", "{}-encoder")] = None
     """What students of pairs' scores are: a cross-encoder (`cross`), which reads both texts together, or a
     bi-encoder (`bi`), whose vectors of both have the score as their dot product. None means `bi` for
@@ -112,20 +116,20 @@ class ObjectiveFields(FrozenSettings):
         Field(max_length=16),
         Shown("m{}", "widths {}", ", "),
     ] = ()
-    """Shorter width of `embedding`: this many first dimensions of a vector shall be an embedding, too; repeat
-    it for several."""
+    """Shorter width of `embedding`: this many first dimensions of a vector are trained to be an embedding,
+    too. Repeat the option for several values."""
     also: Annotated[tuple[str, ...], Field(max_length=16), Shown("also-{}", "with {}", ", ")] = ()
     """Caches of other teachers over the same texts, whose vectors students of `embedding` learn together with
     this cache's. Repeat it for several. None means none."""
     own_labels: Annotated[str | None, Shown("labelled", "labels {}")] = None
     """Records of the cache's own text with their labels (.jsonl, .csv, .tsv, .parquet): students of
-    `tinybert-prediction` and `score` learn these together with the teacher's answers. A record may lack its
-    label. None means none."""
+    `tinybert-prediction` and `score` learn these together with the teacher's predictions. A record may lack
+    its label. None means none."""
     label_weight: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Shown("w{:g}", "label weight {}")] = (
         None
     )
-    """Weight of a task's own labels, above 0 and at most 1; the teacher's answers have the rest. None means
-    0.5 with `--own-labels`."""
+    """Weight of a task's own labels in the loss, above 0 and at most 1; the teacher's predictions have the
+    rest. None means 0.5 where `--own-labels` is given, and no labels in a chain."""
     layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`; of several objectives whose defaults differ it
@@ -193,7 +197,7 @@ class ObjectiveConfig(ObjectiveFields):
     """Objective that students learn before this one, from the same cache, like minilm before embedding. None
     means none."""
     first_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of `--first`, in batches of the same size. None means as many as of the objective."""
+    """Optimizer steps of `--first`, in batches of the same size. None means the value of `--steps`."""
     label_column: Annotated[str, Field(min_length=1, max_length=256)] = "label"
     """Column of `--own-labels` with the labels: names or numbers of the teacher's classes, or values if it
     gives one number."""
@@ -312,7 +316,7 @@ class ObjectiveConfig(ObjectiveFields):
             raise ValueError("--matryoshka goes with the vectors of one teacher; leave out --also")
         if self.first_steps is not None and self.first is None:
             raise ValueError("--first-steps goes with --first, and only with it")
-        if self.first == self.objective:
+        if self.first is not None and parts_of(self.first) == parts_of(self.objective):
             raise ValueError(f"--first {self.first} is the objective itself; give another, or leave it out")
         if self.teacher_layer is not None and not self.spec.one_layer:
             raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")

@@ -131,7 +131,9 @@ def _refuse_other_texts(file: Path, cache: Cache, home: Path | None) -> None:
     }
     for what, is_so in several.items():
         if is_so:
-            raise InvalidConfigError(f"--own-labels: in this cache {what}, and labels cannot be read then.")
+            raise InvalidConfigError(
+                f"--own-labels: in this cache {what}, and labels cannot be read then. Leave it out."
+            )
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes a while
 
     corpus = load_corpus(str(file), labels.text_column, pair_columns=labels.pair_columns, home=home)

@@ -36,7 +36,8 @@ class RelationObjective(StudentObjective):
     `minilmv2`: query, key and value relations, heads split anew (MiniLMv2, Wang et al. 2021, arXiv
     2012.15828). With a layer map other than `last` it is the mean over pairs of layers (tables 7 and 8 of
     MiniLM). The student sees every column that is not padding, or with a causal teacher those up to the row's
-    own; where the teacher's window hid columns, its rows have no mass there.
+    own. Attention of a student's layer with a sliding window is compared on its window, and where the
+    teacher's rows have mass.
     """
 
     def __init__(self, wanted: WantedTargets, pairs: Sequence[LayerPair]) -> None:

@@ -306,7 +306,7 @@ for _spec in (
         name="embedding",
         kind=f"{_PACKAGE}.embedding:Embedding",
         needs=Needs(pooled=True, relations=False),
-        learns_from="the embeddings of a teacher",
+        learns_from="a teacher's vectors of texts",
         options=frozenset({"also", "loss", "matryoshka", "temperature"}),
         recipe={"batch_size": 64, "dropout": "none", "batches": "by-length"},
     ),
@@ -338,7 +338,7 @@ def parts_of(name: str) -> dict[str, float]:
         objective, separator, weight = (part.strip() for part in text.partition("="))
         if objective not in OBJECTIVES:
             meant = did_you_mean(objective, OBJECTIVES)
-            raise ValueError(f"there is no objective {objective}{meant}; take {', '.join(OBJECTIVES)}")
+            raise ValueError(f"there is no objective {objective}{meant}; there are {', '.join(OBJECTIVES)}")
         if objective in weights:
             raise ValueError(f"objective {objective} is given twice")
         is_number = re.fullmatch(r"\d*\.?\d+", weight) is not None

@@ -150,7 +150,7 @@ class Prediction(ObjectiveKind):
         Raises:
             InvalidConfigError: there is a temperature, and the teacher answers with one number.
         """
-        refuse_temperature_of_number(request)
+        refuse_needless_temperature(request)
         return WantedTargets(kinds=(), signals=(LOGITS,), labels=request.labels)
 
     def build(
@@ -162,14 +162,17 @@ class Prediction(ObjectiveKind):
         return PredictionObjective(request.config.temperature or 1.0, classes)
 
 
-def refuse_temperature_of_number(request: ObjectiveRequest) -> None:
-    """Raise InvalidConfigError for a temperature where a teacher answers with one number."""
+def refuse_needless_temperature(request: ObjectiveRequest) -> None:
+    """Raise InvalidConfigError for a temperature where no distribution over classes is compared."""
     temperature = request.config.temperature
-    if temperature is not None and request.cache.manifest.identity.num_classes == 1:
-        raise InvalidConfigError(
-            f"--temperature {temperature:g}: the teacher answers with one number, which is compared by its "
-            "squared error. Leave it out."
+    num_classes = request.cache.manifest.identity.num_classes
+    if temperature is not None and num_classes in (None, 1):
+        why = (
+            "this cache has no logits"
+            if num_classes is None
+            else "the teacher answers with one number, which is compared by its squared error"
         )
+        raise InvalidConfigError(f"--temperature {temperature:g}: {why}. Leave it out.")
 
 
 def answer_loss(

@@ -97,26 +97,56 @@ def relation_loss(
         targets: the same relation of the teacher.
         lengths: valid positions of each sequence.
         method: form of the computation. None means `fused` where there are kernels for it, or else the form
-            that suits the size (`choose_method`). Where the student adds a bias to its scores, it is `dense`.
+            that suits the size (`choose_method`). Where the student adds a bias to its scores, it is `dense`,
+            and where it attends to a window, it is not `fused`.
     """
     batch, heads, length, _ = vectors.query.shape
-    form = method or choose_method(batch, heads, length, device=lengths.device)
+    columns = _student_columns(vectors, kind, rows=targets.rows, lengths=lengths)
+    suited = choose_method(batch, heads, length, device=lengths.device)
+    form = suited if method is None or (method == "fused" and columns is not None) else method
     if kind is RelationKind.ATTENTION and vectors.bias is not None:
         form = "dense"
     if form == "fused" or (
         method is None
+        and columns is None
         and KERNELS.serve(vectors, kind, targets=targets, lengths=lengths, loss=relation_loss, otherwise=form)
     ):
         return _fused(vectors, kind, targets=targets, lengths=lengths)
+    if columns is None:
+        columns = column_mask(lengths, length, is_causal=targets.rows.is_causal)
     if form == "dense":
-        mask = column_mask(lengths, length, is_causal=targets.rows.is_causal)
-        return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
+        return relation_kl(relation_scores(vectors, kind, columns), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):
-        surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
+        surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths, columns=columns)
         with torch.no_grad():
-            value = _sampled_kl(vectors, kind, targets=targets, lengths=lengths)
+            value = _sampled_kl(vectors, kind, targets=targets, lengths=lengths, columns=columns)
         loss: Tensor = surrogate - surrogate.detach() + value
         return loss
+
+
+def _student_columns(
+    vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor
+) -> Bool[Tensor, "batch _ length length"] | None:
+    """Return True at columns that rows of a student with a sliding window are compared on.
+
+    These are the columns in its window, and those where the teacher's rows have mass: a window that is
+    narrower than the teacher's is compared as one that is not. None means all columns, as for students
+    without a window, and where the teacher's rows have mass everywhere.
+    """
+    if kind is not RelationKind.ATTENTION or not vectors.is_windowed:
+        return None
+    length = vectors.query.shape[-2]
+    own = row_mask(vectors, kind, lengths)
+    if isinstance(rows, VectorRows):
+        theirs = row_mask(rows.vectors, rows.kind, lengths)
+    elif isinstance(rows, DenseRows):
+        theirs = rows.probs > 0
+    elif rows.base is not None:
+        return None
+    else:
+        shape = (*rows.index.shape[:-1], length)
+        theirs = torch.zeros(shape, dtype=torch.bool, device=lengths.device).scatter_(-1, rows.index, True)
+    return (own | theirs) & column_mask(lengths, length, is_causal=rows.is_causal)
 
 
 def _fused(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
@@ -131,12 +161,13 @@ def _fused(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: T
     return crossed - (entropy * lengths).sum() / lengths.sum()
 
 
-def _surrogate(vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor) -> Tensor:
+def _surrogate(
+    vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor, columns: Tensor
+) -> Tensor:
     """Return a sum that has the gradient of the KL, but another value (`sdpa`, module docstring)."""
     left, right, scaling = sides(vectors, kind)
     valid = key_mask(lengths, left.shape[-2])
-    mask = column_mask(lengths, left.shape[-2], is_causal=rows.is_causal)
-    student = _attend(left.detach(), right.detach(), values=right, mask=mask, scaling=scaling)
+    student = _attend(left.detach(), right.detach(), values=right, mask=columns, scaling=scaling)
     weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
     teacher = _expected(rows, right, valid=valid, lengths=lengths)
     return (weight * left * (student - teacher)).sum()
@@ -177,15 +208,17 @@ def _expected(
     return weighted + rows.base[..., None].to(right.dtype) * total
 
 
-def _sampled_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
+def _sampled_kl(
+    vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor, columns: Tensor
+) -> Tensor:
     """Return the mean KL over some rows of each sequence."""
     left, right, scaling = sides(vectors, kind)
     length = left.shape[-2]
     sampled = torch.arange(0, length, -(-length // _SAMPLED_ROWS), device=left.device)
     valid = key_mask(lengths, length)
-    columns = _rows_of(column_mask(lengths, length, is_causal=targets.rows.is_causal), sampled)
+    shown = _rows_of(columns, sampled)
     scores = (left[:, :, sampled] * scaling) @ right.transpose(-1, -2)
-    log_student = scores.masked_fill(~columns, torch.finfo(scores.dtype).min).log_softmax(-1)
+    log_student = scores.masked_fill(~shown, torch.finfo(scores.dtype).min).log_softmax(-1)
     probs = _sampled_rows(targets.rows, sampled, lengths=lengths, length=length)
     crossed = -(probs * log_student).sum(-1)
     weight = valid[:, None, sampled] / (valid[:, sampled].sum() * left.shape[1])

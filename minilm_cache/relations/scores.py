@@ -28,6 +28,8 @@ class Vectors(NamedTuple):
     """What the model adds to its attention's scores for each pair of positions. None means nothing."""
     is_causal: bool = False
     """Whether a token sees itself and the tokens before it alone, so that rows of all relations do, too."""
+    is_windowed: bool = False
+    """Whether `mask` hides more than padding: the layer attends to a sliding window."""
 
 
 def split_heads(vectors: Vectors, num_heads: int) -> Vectors:

@@ -86,7 +86,7 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
     if differing:
         raise IdentityMismatchError(
             f"{second.root} and {first.root} are not parts of one cache: they differ in "
-            f"{', '.join(differing)}."
+            f"{', '.join(differing)}. Merge parts of one dump."
         )
     if second.manifest.format_version != first.manifest.format_version:
         raise IdentityMismatchError(

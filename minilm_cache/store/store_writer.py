@@ -114,7 +114,10 @@ class StoreWriter(CacheWriter):
         """
         lease = self._leases.acquire(f"{shard:05d}")
         if lease is None:
-            raise ShardBusyError(f"shard {shard} of {self._target.url} is being written by another process.")
+            raise ShardBusyError(
+                f"shard {shard} of {self._target.url} is being written by another "
+                "process. Wait for it, and run the same command again."
+            )
         return lease
 
     def announce(self, rank: int) -> None:

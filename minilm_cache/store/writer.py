@@ -454,7 +454,10 @@ class CacheWriter:
         """
         missing = self.missing_shards()
         if missing:
-            raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
+            raise StorageError(
+                f"{self.root} cannot be sealed: shards {missing} are not committed. "
+                "Run the dump again; it writes them."
+            )
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
         with storage_errors("seal the cache", self.root):
             if not complete.shards:

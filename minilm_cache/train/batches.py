@@ -100,6 +100,8 @@ class _ReadPlan:
     """Relations for which the teacher's mean row entropy is read."""
     not_chosen: int
     """Value that marks a token that was not chosen to be masked."""
+    is_causal: bool
+    """Whether rows of attention see the tokens up to their own alone."""
     readings: tuple[Mapping[str, str], ...] = ({},)
     """For each masked reading, the paths of its arrays by the paths that they have in the first reading."""
 
@@ -157,6 +159,7 @@ class BatchReader:
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
+            is_causal=cache.manifest.identity.is_causal,
         )
         self._pair = cache.manifest.identity.packing.pair
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
@@ -490,7 +493,7 @@ def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan, most: int | N
         "tokens": int(lengths.sum()),
         "chosen": _num_chosen(sequences, read_plan),
         "sequences": len(sequences),
-        "pairs": int((lengths**2).sum()),
+        "pairs": int((lengths * (lengths + 1) // 2 if read_plan.is_causal else lengths**2).sum()),
     }
     return _GatheredRows(lengths, counts, rows, entropy)
 

@@ -11,7 +11,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import refuse_same_shapes
 from minilm_cache.models.locate import CONFIG
 from minilm_cache.objectives.config import COMPARING, ObjectiveConfig, named_spec
-from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
+from minilm_cache.objectives.spec import OBJECTIVES, Preset
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.train.folder import is_run
@@ -62,15 +62,15 @@ class RecipeSettings(FrozenSettings):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     """Weight decay of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Greatest norm of a student's gradient; longer ones are scaled down to it. None means no limit."""
+    """Maximum norm of a student's gradient; longer ones are scaled down to it. None means no limit."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of initial weights, dropout and order."""
+    """Seed of initial weights, dropout and the order of batches."""
     dropout: Literal["teacher", "none"] = "teacher"
     """Dropout of students: as in the teacher's configuration, or none (default of `embedding`, and of
     objectives that compare the documents of a query)."""
     frozen: Literal["none", "embeddings"] = "none"
-    """Weights that stay as students begin with them: none, or the word embeddings, which suits students that
-    begin with the teacher's: words that the text hardly has keep their meaning."""
+    """Weights that are not trained: `none`, or the word embeddings (`embeddings`). Freeze these where
+    students begin with the teacher's: words that are rare in the text then keep their meaning."""
     batches: Batches = "shuffled"
     """How sequences come together in batches: at random, with others of about their length (`by-length`, the
     default of `embedding`), which saves padding, or pairs of texts with others of the same first text
@@ -108,14 +108,14 @@ class ComputeSettings(DeviceSettings):
     compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
     """Compile students by torch.compile: a GPU then launches a whole forward pass at once."""
     graph: bool = True
-    """Record whole steps on a GPU, and launch each as one, where batches have few forms. Their lengths are
-    rounded up for it, to quarters of a power of two."""
+    """On a GPU, record each training step as a CUDA graph and replay it. Lengths of batches are rounded up to
+    quarters of a power of two, so that few graphs are needed."""
     kernels: bool = True
-    """Compare relations by fused kernels on a GPU of NVIDIA, where they are faster."""
+    """On a GPU of NVIDIA, compare relations by fused kernels where they are faster."""
     place: Literal["data", "students"] = "data"
-    """What the processes of torchrun divide among themselves."""
+    """What the processes of torchrun divide: the sequences of each step (`data`), or the `students`."""
     streams: Annotated[int, Field(ge=1)] | None = None
-    """Streams that an epoch's sequences are dealt to. None means one for each process."""
+    """Streams that an epoch's sequences are divided into. None means one for each process."""
     local_bytes: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_BYTES
     """Bytes of shards that are kept on this machine, of a cache at a URL; like 20G. The default is 16 GiB."""
 
@@ -261,7 +261,8 @@ def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {} if name is None else dict(_preset(name).settings)
     if "epochs" in given:
         settings.pop("steps", None)
-    if joined_names(given.get("objective", settings.get("objective"))) != settings.get("objective"):
+    spec = named_spec(given.get("objective", settings.get("objective", "minilm")))
+    if spec is None or "relation_heads" not in spec.options:
         settings.pop("relation_heads", None)
     return settings | given
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -20,11 +21,22 @@ HeldOutLosses = dict[str, float]
 """Mean of each part of an objective; the part of a relation is KL(teacher || student), nats."""
 
 
+_LEAST_COMPARED: Final = 2
+"""Texts that can be compared with each other."""
+
+
 def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
     """Return the sequences of a batch: `most`, or fewer where a relation's scores would be too large."""
     heads = wanted.relation_heads or manifest.identity.relation_heads
     fitting = CPU_LIMITS.scores_bytes // scores_bytes(1, heads, manifest.identity.packing.max_length)
     return max(1, min(most, fitting))
+
+
+def without_lone(size: int, num_sequences: int) -> int:
+    """Return a size of batches that leaves no batch of one, whose text has no other to be compared with."""
+    while size > _LEAST_COMPARED and num_sequences % size == 1:
+        size -= 1
+    return size
 
 
 @torch.no_grad()

@@ -344,7 +344,7 @@ def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
     """Return the words that introduce the held-out figures of a student."""
     if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
-    return f"Losses of {identity.objective}"
+    return f"Losses of {identity.objective} (lower is better)"
 
 
 def has_trained_nothing(folder: Path, record: RunRecord) -> bool:

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.template import template_of
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.inputs import query_numbers
@@ -33,7 +33,7 @@ from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses, without_lone
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
@@ -245,7 +245,7 @@ def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens
             raise InvalidConfigError(
                 f"the first {len(looked_at):,} pairs of this cache have as many queries, and this "
                 "objective compares the documents of a query. Dump queries with several documents "
-                "(minilm-cache mine adds near ones that are not right), or take --objective score."
+                "(minilm-cache mine adds hard negatives), or take --objective score."
             )
 
 
@@ -258,7 +258,8 @@ def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:
 def _run_in_words(path: Path, config: TrainConfig, *, objective: Objective, steps: int) -> str:
     layers = ", ".join(map(str, objective.wanted.layers))
     noun = "layers" if "," in layers else "layer"
-    source = f"{noun} {layers} of the teacher, counted from 0" if layers else "states of the teacher"
+    others = config.spec.describes_layers(config.layer_map, config.teacher_layer)
+    source = f"{noun} {layers} of the teacher, counted from 0" if layers else others
     return f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, {source}"
 
 
@@ -341,10 +342,10 @@ class _Run:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
             for trainer in trainers:  # machines may round a fit differently, and replicas must not differ
                 ranks.share_first(trainer.learner.objective.parameters())
-            for names in same_students(trainers, config):
+            for names in same_students(trainers):
                 session.progress.note(
                     f"{names}: students that begin with the same weights, and drop nothing out, end with the "
-                    "same ones, whatever their seeds. Leave one out, or give --dropout teacher"
+                    "same ones, whatever their seeds. Leave one out"
                 )
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
@@ -437,7 +438,10 @@ class _Run:
         if not self.cache.manifest.num_held_out:
             return [None] * len(trainers)
         most = self.config.batch_size // self.identity.num_parts
-        size = batch_size(self.objective.wanted, self.cache.manifest, most)
+        size = without_lone(
+            batch_size(self.objective.wanted, self.cache.manifest, most),
+            min(self.cache.manifest.num_held_out, MAX_SEQUENCES),
+        )
         evaluators = [trainer.evaluate for trainer in trainers]
         return held_out_losses(evaluators, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
@@ -448,7 +452,18 @@ class _Run:
         return graphs.with_memory(lambda: self.held_out(trainers))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
-        """Evaluate the initial students, and write the run's record."""
+        """Evaluate the initial students, and write the run's record.
+
+        Raises:
+            DivergedError: a loss is not finite before the first step.
+        """
+        all_before = self.held_out(trainers)
+        for trainer, before in zip(trainers, all_before, strict=True):
+            if before is not None and not math.isfinite(trainer.loss_of(before) or 0.0):
+                raise DivergedError(
+                    f"{self.folder.path}: the held-out loss of {trainer.shape.arch} is not finite before the "
+                    "first step. Check temperatures and weights of the loss, and the cache: verify --full."
+                )
         records = {
             trainer.shape.arch: StudentRecord(
                 arch=trainer.shape.arch,
@@ -459,7 +474,7 @@ class _Run:
                 held_out_before=before,
                 loss_before=trainer.loss_of(before),
             )
-            for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
+            for trainer, before in zip(trainers, all_before, strict=True)
         }
         record = RunRecord(
             identity=self.identity,

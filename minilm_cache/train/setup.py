@@ -224,24 +224,28 @@ def _begun(
 
 
 def _name_classes(config: PreTrainedConfig, names: Mapping[int, str], num_classes: int) -> None:
-    """Give a student as many classes as its teacher tells apart, with their names if these are known."""
+    """Give a student as many classes as its teacher tells apart, with their names if these are known.
+
+    One number is a value, which pipelines then return as it is, without a sigmoid.
+    """
     config.num_labels = num_classes
+    config.problem_type = "regression" if num_classes == 1 else None
     if names:
         config.id2label = dict(names)
         config.label2id = {name: number for number, name in names.items()}
 
 
-def same_students(trainers: Sequence[StudentTrainer], config: TrainConfig) -> list[str]:
+def same_students(trainers: Sequence[StudentTrainer]) -> list[str]:
     """Return the names of students that would end as another one does: nothing of them is drawn.
 
     Args:
         trainers: students with their initial weights.
-        config: settings of the run.
     """
-    if config.dropout != "none":
-        return []
     same, different = list[str](), list[StudentTrainer]()
     for trainer in trainers:
+        settings = trainer.model.model.config.to_dict()
+        if any(value for name, value in settings.items() if "drop" in name and isinstance(value, float)):
+            continue
         twin = next((other for other in different if _has_same_weights(other, trainer)), None)
         if twin is None:
             different.append(trainer)

@@ -272,7 +272,10 @@ def _check_first(config: ChainConfig) -> None:
     first = first_config(config.train)
     check_codec(first, config.dump.codec)
     if first.spec.needs not in NEEDS_OF_CHAINS:
-        raise InvalidConfigError(f"--first {first.objective}: a chain's caches do not hold what it needs.")
+        raise InvalidConfigError(
+            f"--first {first.objective}: a chain's caches do not hold what it needs. Leave it out, or dump "
+            f"and train stage by stage (dump --for {first.objective},{config.train.objective})."
+        )
     if first.spec.needs.pooled and not config.train.spec.needs.pooled:
         raise InvalidConfigError(
             f"--first {first.objective}: assistants that learn {config.train.objective} last give no vectors "

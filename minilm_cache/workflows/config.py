@@ -174,10 +174,10 @@ class TaskStageConfig(FrozenSettings):
     group = "Task stage"
     task: str | None = None
     """Task of GLUE, like sst2, or a .csv, .tsv, .jsonl or .parquet file of labelled texts. Students learn the
-    answers of a teacher that was fine-tuned on it. None means a chain with assistants."""
+    predictions of a teacher that was fine-tuned on it. None means a chain with assistants."""
     data: str | None = None
     """Folder of the task's published files, or a folder of such folders; `hf` or `hf:ID` for the hub. None
-    means that the task is a file."""
+    means that `--task` is a file."""
     student: str | None = None
     """Folder of a student, or of a run, that training begins with. None means `--init`."""
     augment: str | None = None
@@ -192,13 +192,14 @@ class TaskStageConfig(FrozenSettings):
     mined: Annotated[int, Field(ge=1, le=30)] = 8
     """Further pairs of each first text."""
     intermediate: bool = False
-    """Learn the teacher's layers before its answers, as TinyBERT does; a token then takes about 2 kB."""
+    """Learn the teacher's layers before its predictions, as TinyBERT does; a token then takes about 2 kB."""
     max_train: Annotated[int, Field(ge=1)] | None = None
-    """Most training examples whose texts are taken, the same as those of evaluate. None means all of them."""
+    """Maximum number of training examples whose texts are taken, the same ones as by `evaluate`. None means
+    all of them."""
     text_columns: str = "text"
     """Column of the texts of a task of your own, or of both texts of pairs, like question,answer."""
     label_column: str = "label"
-    """Column of its labels."""
+    """Column of the labels of a task of your own."""
     dev: Path | None = None
     """File with the same columns that a task of your own is scored on."""
 
@@ -222,22 +223,22 @@ class SearchConfig(FrozenSettings):
 
     group = "Budget"
     max_latency_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Most milliseconds that a pass may take on the CPU of this machine, with as many threads as torch has.
-    None means that any time is fast enough."""
+    """Maximum milliseconds of a forward pass on the CPU of this machine, with as many threads as torch has.
+    None means no limit."""
     speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """How many times as fast as the teacher in torch a student has to be. None means that any is."""
+    """Minimum speed relative to the teacher in torch: 4 is four times as fast. None means no limit."""
     max_parameters: Annotated[int, Field(ge=1)] | None = None
-    """Most weights of a student, like 10M. None means any number."""
+    """Maximum number of weights of a student, like 10M. None means no limit."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Most bytes of the file in the form that is shipped, like 20M. None means any number."""
+    """Maximum bytes of the file that is shipped, like 20M. None means no limit."""
     runtime: FormName = "torch"
-    """What students are shipped for: passes are timed and bytes counted in it. `export-model` writes what is
-    not torch."""
+    """What students will run in: forward passes are timed and bytes are counted in it. `export-model` writes
+    the file, unless it is torch."""
     pass_texts: Annotated[int, Field(ge=1)] = 1
-    """Texts of a timed pass."""
+    """Texts of a timed forward pass."""
     pass_length: Annotated[int, Field(ge=4, le=2**16)] | None = None
-    """Tokens of each text of a timed pass. None means 128, or as many as the cache's sequences have at most,
-    if these are fewer."""
+    """Tokens of each text of a timed forward pass. None means 128, or as many as the cache's sequences have
+    at most, if these are fewer."""
     layers: str | None = None
     """Numbers of layers to try, with commas between them. None means 2, 3, 4, 6, 9 and 12, up to the
     teacher's."""
@@ -250,12 +251,12 @@ class SearchConfig(FrozenSettings):
     """Widths of factorised embeddings to try beside whole ones, which are as wide as the student: narrow ones
     have fewer weights and bytes. None means whole ones alone."""
     vocabularies: str | None = None
-    """Vocabularies to try, each in a pass of its own, with commas between them: numbers of the teacher's
+    """Vocabularies to try, each in a training of its own, with commas between them: numbers of the teacher's
     pieces like 5k, `cache` for those that the cache's training sequences have, `all` for all of them. Small
     ones have fewer weights and bytes, and cut rare words into smaller parts. None means all."""
     every: bool = False
-    """Also try shapes that another one within the budget equals or exceeds in layers and all widths: the
-    whole front of quality against speed, for more time. The default is to leave them out."""
+    """Also try shapes that are in no dimension larger than another one within the budget: the whole front of
+    quality against speed, for more time. The default is to leave them out."""
     keep: Annotated[float, Field(gt=0, lt=1, json_schema_extra={"default": "a third"})] = 1 / 3
     """Share of the shapes that goes on after each round. Each round has 1/keep times the steps of the one
     before."""

@@ -196,14 +196,14 @@ def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, comm
     command.fails(*say, "--logits", code=2, says="--logits goes with --packing records")
     command.fails(*say, "--hidden", "9", code=2, says="hidden states 0 (the output of its embeddings) to 3")
     command.fails(*say, "--hidden", "last,1", code=2, says="give last, all")
-    command.fails(*say, "--label-k", 4, code=2, says="--label-k goes with --labels")
+    command.fails(*say, "--label-k", 4, code=2, says="--label-k needs --labels")
     command.fails(*say, "--max-error", 0.1, code=2, says="--max-error goes with --hidden")
     command.fails(
         *say,
         "--for",
         "minilm,bert",
         code=2,
-        says="there is no objective bert (did you mean tinybert?); take minilm",
+        says="there is no objective bert (did you mean tinybert?); there are minilm",
     )
     command.fails(*say, "--for", "tinybert", code=2, says="--k goes with --codec topk")
     command.fails(*say, "--for", "minilmv2", "--codec", "dense", code=2, says="leave out --codec dense")
@@ -230,7 +230,7 @@ def test_codes_of_states_need_text(tmp_path: Path, world: World) -> None:
     (tmp_path / "few.txt").write_text("ba be bi\n")
     with pytest.raises(CorpusError, match="codes of states are fitted to the corpus"):
         world.dump("few", corpus=str(tmp_path / "few.txt"), hidden="last")
-    with pytest.raises(InvalidConfigError, match="--logits goes without --labels"):
+    with pytest.raises(InvalidConfigError, match="--logits cannot be combined with --labels"):
         world.config(logits=True, labels=True, packing="records")
 
 

@@ -56,7 +56,7 @@ def test_what_is_judged_becomes_pairs_the_best_documents_first(folder: Path) -> 
     of_train = [(asked(0), text(0)), (asked(0), text(1)), (asked(0), text(2)), (asked(1), text(3))]
     assert read(folder) == read(folder / "qrels/train.tsv") == of_train
     assert read(folder, "query,positive") == [of_train[0], of_train[1], of_train[3]]
-    assert read(folder / "qrels/test.tsv") == [(asked(2), text(0))]  # q1 has no right document there
+    assert read(folder / "qrels/test.tsv") == [(asked(2), text(0))]  # q1 has no relevant document there
 
 
 def test_without_pairs_the_texts_are_documents_and_queries(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_what_is_missing_or_wrong_is_named(folder: Path, command: Command) -> No
     command.fails(*words, COLUMNS, code=1, says=("corpus.jsonl, line 1", "no text 'text'"))
     (folder / "corpus.jsonl").write_text(texts)
     train.write_text("query-id\tcorpus-id\tscore\n")
-    with pytest.raises(CorpusError, match="no query has a right document"):
+    with pytest.raises(CorpusError, match="no query has a relevant document"):
         read(folder)
     train.unlink()
     command.fails(*words, COLUMNS, code=1, says=("no qrels/train.tsv", "it has test.tsv", "qrels/test.tsv"))

@@ -122,7 +122,7 @@ def test_mined_groups_are_dumped_as_they_are(
 def test_rankings_are_those_of_cross_encoder(
     tmp_path: Path, models: Models, file: Path, command: Command
 ) -> None:
-    """With one right document, nDCG is 1 / log2(1 + rank) and MRR 1 / rank, 0 below the tenth place."""
+    """With one relevant document, nDCG is 1 / log2(1 + rank) and MRR 1 / rank, 0 below the tenth place."""
     scorers = [save_teacher(tmp_path / f"s{n}", seed=n, head="sequences", num_labels=1) for n in (0, 1)]
     words = ("--retrieval", file, "--first-stage", models[0], "--candidates", 12, "--max-length", 32)
     code, printed, err = command("rerank", *scorers, *words, "--json")

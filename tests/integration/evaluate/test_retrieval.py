@@ -178,7 +178,7 @@ def test_files_of_queries_documents_and_judgements_may_stand_anywhere(
     files["--qrels"].write_text("Q0\tD99\t1\n")
     command.fails(*start, *named, code=1, says=("right.tsv, line 1", "no document 'D99' in texts.jsonl"))
     files["--qrels"].write_text("Q0\tD0\t0\n")
-    command.fails(*start, *named, code=1, says=("--qrels", "right.tsv: no query has a right document"))
+    command.fails(*start, *named, code=1, says=("--qrels", "right.tsv: no query has a relevant document"))
     for option in ("--queries", "--corpus", "--qrels"):
         files[option].unlink()
         command.fails(*start, *named, code=1, says=("cannot read", files[option].name, "No such file"))
@@ -210,7 +210,7 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     file.write_text(json.dumps({"question": "ba", "answer": "be"}) + '\n{"question": "b\n')
     command.fails(*words, file, code=1, says="line 2 is not JSON: Invalid control character")
     file.write_text("")
-    command.fails(*words, file, code=1, says="no query has a right document")
+    command.fails(*words, file, code=1, says="no query has a relevant document")
     command.fails(*words, tmp_path / "nothing", code=1, says="does not exist")
     command.fails("embeddings", models[0], code=2, says="give --data (STS-B), --retrieval")
     command.fails(*words, file, "--mteb", "STS12", code=2, says="go with --data")

@@ -309,7 +309,7 @@ def test_an_objective_that_the_cache_does_not_serve(world: World, command: Comma
     [
         (("--codec", "none"), "nothing to store"),
         (("--codec", "none", "--pooled", "--pooling", "mean", "--layers", "all"), "--layers"),
-        (("--pooling", "mean"), "--pooling goes with --pooled"),
+        (("--pooling", "mean"), "--pooling needs --pooled"),
         (("--pooled", "--pooling", "sum"), "--pooling sum"),
         (("--pooled", "--min-cosine", "1"), "--min-cosine 1"),
     ],

@@ -57,6 +57,6 @@ def test_a_cache_that_lacks_what_the_row_needs_is_refused_with_the_remedy(
 
 def test_an_objective_that_nobody_registered_is_refused(shared_world: World, command: Command) -> None:
     cache = shared_world.root / "cache"
-    says = "there is no objective toy; take minilm, minilmv2"
+    says = "there is no objective toy; there are minilm, minilmv2"
     command.fails("train", cache, "--arch", "2x16", "--objective", "toy", code=2, says=says)
     command.fails("dump", "--teacher", "mini", "--for", "toy", code=2, says=says)

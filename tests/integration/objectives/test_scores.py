@@ -92,7 +92,7 @@ def rows_of(world: World) -> list[dict[str, Any]]:
 
 
 def pairs_of(world: World) -> list[tuple[str, str]]:
-    """Return all pairs, a query's one after the other, the right document first."""
+    """Return all pairs, a query's one after the other, the relevant document first."""
     return [(row["query"], document) for row in rows_of(world) for document in (*row["right"], *row["wrong"])]
 
 
@@ -239,7 +239,7 @@ def test_long_queries_are_the_same_with_each_of_their_documents(world: World) ->
 
 
 def test_a_document_that_a_query_has_twice_counts_once(world: World) -> None:
-    """Triples repeat the right document in every record of a query."""
+    """Triples repeat the relevant document in every record of a query."""
     rows = rows_of(world)
     triples = [
         {"query": row["query"], "right": row["right"][0], "wrong": text}
