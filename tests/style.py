@@ -38,11 +38,15 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[bool, str]]:
 
 def faults(path: Path) -> Iterator[str]:
     """Yield what is wrong with a module."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     if text.count("\n") > MAX_MODULE:
         yield f"more than {MAX_MODULE} lines"
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            has_encoding = "encoding" in {keyword.arg for keyword in node.keywords}
+            if node.func.attr in {"read_text", "write_text"} and not has_encoding:
+                yield f'line {node.lineno}: say encoding="utf-8", or the locale of the machine decides'
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION:
             yield f"{node.name} has {MAX_FUNCTION} lines or more"
     for is_below, docstring in _docstrings(tree):

@@ -6,6 +6,7 @@ like `qrels/test.tsv` (query, document, grade), with a header or without one (Th
 """
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from typing import Any, Final
 from minilm_cache.corpus.formats import texts_beside
 from minilm_cache.corpus.json_lines import json_objects
 from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.store.durable import open_regular
+from minilm_cache.wording import printable
 
+_OF_TREC: Final = 4
+"""Columns of TREC's judgements, the second of which says nothing."""
 _HEADERS: Final = ("query-id", "qid", "query_id")
 """First words of a file of judgements that are no query."""
 _COLUMNS: Final = ("_id", "title", "text", "question", "answer")
@@ -154,13 +159,17 @@ def refuse_other_columns(file: Path, columns: Sequence[str]) -> None:
 def _judgements(file: Path) -> Iterator[tuple[int, tuple[str, str, int]]]:
     """Yield the number of each line, and its query, document and grade."""
     try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
+        with open_regular(file, follow_links=True) as content:
+            opened = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
             for number, row in enumerate(csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
                 if not row or (number == 1 and row[0] in _HEADERS):
                     continue
                 if len(row) != 3 or not re.fullmatch(r"-?[0-9]{1,6}", row[2].strip()):  # noqa: PLR2004 - three columns
+                    line = "\t".join(row)
+                    trec = " Leave out TREC's second column." if len(line.split()) == _OF_TREC else ""
                     raise CorpusError(
-                        f"{file}, line {number}: give a query, a document and a whole grade, with tabs."
+                        f"{file}, line {number} ({printable(line[:60])!r}): give a query, a document and a "
+                        f"whole grade, with tabs.{trec}"
                     )
                 yield number, (row[0], row[1], int(row[2]))
     except (OSError, UnicodeError, csv.Error) as error:

@@ -1,5 +1,6 @@
 """Objects of .jsonl files, line by line: a line that cannot be read is named."""
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, Final
 
 from minilm_cache.corpus.formats import kind_of
 from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.store.durable import open_regular
 
 MAX_LINE: Final = 2**28
 """Most characters of a line of records: each is held in memory as a whole."""
@@ -29,7 +31,8 @@ def json_objects(file: Path, *columns: str) -> Iterator[tuple[str, Mapping[str, 
 
     A file that is one array of objects is read, too. Of these columns, no record may have two values.
     """
-    with file.open(encoding="utf-8-sig") as opened:
+    with open_regular(file, follow_links=True) as content:
+        opened = io.TextIOWrapper(content, encoding="utf-8-sig")
         for number, line in enumerate(iter(lambda: opened.readline(MAX_LINE), ""), 1):
             if len(line) >= MAX_LINE:
                 raise CorpusError(

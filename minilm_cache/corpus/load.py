@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -226,6 +227,12 @@ class Corpus:
     def texts(self) -> Iterator[str]:
         """Yield the documents, in order, without the prompt."""
         return _texts(self.documents)
+
+    def marks(self) -> Iterator[str | None]:
+        """Yield what each document is a copy of, in the same order. None means that its record says none."""
+        if COPIES_OF not in self.documents.column_names:
+            return repeat(None, self.documents.num_rows)
+        return _texts(self.documents, COPIES_OF)
 
 
 def load_corpus(

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from minilm_cache.corpus.formats import kind_of
 from minilm_cache.corpus.pairs import PairColumns, read_pairs
 from minilm_cache.corpus.records import Record, plain_text
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
@@ -22,6 +23,8 @@ from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
 _UNIT: Final = 1e-3
 """Greatest difference from 1 of the length of vectors that count as unit vectors."""
+_LENGTHS: Final = (1e-12, 1e12)
+"""Least and greatest length of a vector: products of others are lost in float32."""
 _SAME_VECTOR: Final = 0.998
 """Least cosine of the vectors of one text in two rows; a code of `--min-cosine` 0.9995 rounds each."""
 
@@ -168,6 +171,10 @@ def _matrix(column: pa.Array, file: str, *, first: int, width: int | None) -> np
         raise CorpusError(
             f"{file}: the vectors are {column.type}, not lists of numbers. Store them as lists."
         )
+    if not (pa.types.is_integer(column.type.value_type) or pa.types.is_floating(column.type.value_type)):
+        raise CorpusError(
+            f"{file}: the vectors are lists of {column.type.value_type}, not of numbers. Store floats."
+        )
     if column.null_count:
         row = first + pc.index(column.is_null(), True).as_py()
         raise CorpusError(
@@ -202,13 +209,22 @@ def _refuse_rows(texts: Sequence[object], vectors: npt.NDArray[np.float32], file
         raise CorpusError(
             f"{file}: the vector of row {row} (counted from 0) holds NaN or infinity. Remove it."
         )
-    zero = ~vectors.any(1)
-    if zero.any():
-        row = int(np.flatnonzero(zero)[0])
-        raise CorpusError(f"{file}: the vector of row {row} (counted from 0) is 0 everywhere. Remove it.")
+    lengths = np.sqrt(np.einsum("rw,rw->r", vectors, vectors, dtype=np.float64))
+    odd = (lengths < _LENGTHS[0]) | (lengths > _LENGTHS[1])
+    if odd.any():
+        row = int(np.flatnonzero(odd)[0])
+        what = f"has a length of {lengths[row]:.3g}" if lengths[row] else "is 0 everywhere"
+        raise CorpusError(
+            f"{file}: the vector of row {row} (counted from 0) {what}. Scale or remove it: vectors have "
+            f"lengths from {_LENGTHS[0]:g} to {_LENGTHS[1]:g}."
+        )
     first_rows: dict[str, int] = {}
     for row, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
+        if text is not None and not isinstance(text, str):
+            raise CorpusError(
+                f"{file}: the text of row {row} (counted from 0) is {kind_of(text)}. Store texts as strings."
+            )
+        if text is None or not text.strip():
             raise CorpusError(
                 f"{file}: row {row} (counted from 0) has a vector without a text. Add it or remove it."
             )

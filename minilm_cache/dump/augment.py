@@ -87,7 +87,8 @@ class _Word:
 def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Augmented:
     """Write a corpus and its augmented copies as JSON lines: `text`, and the number of its `document`.
 
-    Of pairs of texts, both are replaced, and the lines have `first` and `second`.
+    Texts that the corpus marks as copies of one document keep one number. Of pairs of texts, both are
+    replaced, and the lines have `first` and `second`.
 
     Args:
         config: what to augment, by which model, how much.
@@ -125,13 +126,15 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     names, num_lines = ("text",) if config.pair_columns is None else ("first", "second"), 0
     session.progress.start("augment", corpus.identity.num_documents, "documents")
     remove_left_of(out)
-    with storage_errors("write", out), new_file(out) as file:
-        for number, text in enumerate(corpus.texts()):
+    documents = dict[str, int]()
+    with storage_errors("write", out), new_file(out, replaces=False) as file:
+        for number, (text, mark) in enumerate(zip(corpus.texts(), corpus.marks(), strict=True)):
             session.stop_if_asked("interrupted: nothing was written. Run the same command again.")
             texts = (text,) if config.pair_columns is None else tuple(text.split(BETWEEN))
             versions = [texts, *replacer.copies(texts, number)]
+            document = number if mark is None else documents.setdefault(mark, number)
             lines = (
-                json.dumps({**dict(zip(names, each, strict=True)), "document": number}, ensure_ascii=False)
+                json.dumps({**dict(zip(names, each, strict=True)), "document": document}, ensure_ascii=False)
                 for each in versions
             )
             file.writelines(f"{line}\n".encode() for line in lines)

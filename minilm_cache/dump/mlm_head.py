@@ -103,7 +103,8 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
         (folder / "README.md").write_text(
             f"# {source.name} with a head for masked tokens\n\nThe encoder is {source.name}, unchanged. The "
             f"head was fitted by minilm-cache to {config.corpus} ({steps} steps of {config.batch_size} "
-            f"sequences); it tells {accuracy:.1%} of masked held-out tokens.\n"
+            f"sequences); it tells {accuracy:.1%} of masked held-out tokens.\n",
+            encoding="utf-8",
         )
     return FittedHead(path=out, steps=steps, accuracy=accuracy, cross_entropy=cross_entropy)
 

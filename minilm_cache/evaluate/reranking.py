@@ -34,7 +34,7 @@ from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankCo
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import is_classifier, read_config
+from minilm_cache.models.load import is_classifier, load_model, read_config
 from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, storage_errors
@@ -86,8 +86,14 @@ def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session
             f"--retrieval {to_train_on}."
         )
     found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
+    if not any(found.values()):
+        within = "" if config.margin is None else f" outside --margin {config.margin:g}"
+        raise InvalidConfigError(
+            f"no query has a hard negative: of {len(data.documents):,} documents, none{within} is near a "
+            "query and not relevant to it. Search more documents (--corpus), or lower --margin."
+        )
     drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0
-    with storage_errors("write", out), new_file(out) as opened:
+    with storage_errors("write", out), new_file(out, replaces=False) as opened:
         for query, text in data.queries.items():
             negatives = found[query]
             lacking += len(negatives) < config.negatives
@@ -215,6 +221,8 @@ def _refuse_other_answers(model: Evaluated) -> None:
     answers = config.num_labels if is_pooled or is_classifier(config) else None
     if answers != 1:
         raise no_reranker(model.name, answers)
+    if not is_pooled and model.runtime is None:
+        load_model(model.folder, "sequences", attention="sdpa", name=model.name)  # refuses one without a head
 
 
 def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pairs], Scores]:

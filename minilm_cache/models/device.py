@@ -98,7 +98,10 @@ _LEVELS: Final = 2**16
 
 def has_bfloat16() -> bool:
     """Return whether Linux names instructions for bfloat16 among what this CPU can do."""
-    return CPUINFO.exists() and re.search(r"\b(amx|avx512)_bf16\b", CPUINFO.read_text()) is not None
+    return (
+        CPUINFO.exists()
+        and re.search(r"\b(amx|avx512)_bf16\b", CPUINFO.read_text(encoding="utf-8")) is not None
+    )
 
 
 def seed_draws(seed: int, device: torch.device) -> None:

@@ -113,6 +113,20 @@ def weights_sha256(folder: Path) -> str:
     return sha256_files(weight_files(folder))
 
 
+def _refuse_unreadable(folder: Path) -> None:
+    """Raise TeacherError for a setting of a model that cannot be read, and would be taken as not there.
+
+    Links to nothing are what copies of the hub's folders hold whose files lay elsewhere.
+    """
+    with os.scandir(folder) as entries:
+        names = [each.name for each in entries if each.name.endswith(".json") and not each.is_file()]
+    if names:
+        raise TeacherError(
+            f"{folder / min(names)} is no file: a link to nothing, a folder or a pipe. Copy the model with "
+            "its files (cp -rL), or remove it."
+        )
+
+
 def read_config_file(folder: Path) -> dict[str, Any]:
     """Return `config.json` of a model's folder, checked.
 
@@ -121,6 +135,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
             other weights than the whole ones that are loaded here.
     """
     refuse_no_config(folder)
+    _refuse_unreadable(folder)
     if (folder / _ADAPTER).exists():
         raise TeacherError(
             f"{folder} holds an adapter ({_ADAPTER}), whose base model lies elsewhere. Merge the two, and "

@@ -223,6 +223,8 @@ _HEADS: Final[Mapping[str, TaskHead]] = {
     "ForQuestionAnswering": "spans",
 }
 """Head of a model by the end of the name of its class."""
+_NOTHING_WITHOUT: Final = ("sequences", "spans")
+"""Heads that a model was fine-tuned for. A head for masked tokens is often left out on purpose."""
 
 
 def own_head(folder: Path, name: str) -> TaskHead | None:
@@ -232,12 +234,18 @@ def own_head(folder: Path, name: str) -> TaskHead | None:
 
     Raises:
         InvalidConfigError: it holds another head, which would be lost.
-        TeacherError: the folder holds no model.
+        TeacherError: the folder holds no model, or names a fine-tuned head and holds none.
     """
     config = read_config(folder)
     of_class = (config.architectures or [""])[0]
     head = next((head for end, head in _HEADS.items() if of_class.endswith(end)), None)
-    if not (head or re.search(r"For[A-Z]|LMHead", of_class)) or not _has_head(folder, config):
+    if not (head or re.search(r"For[A-Z]|LMHead", of_class)):
+        return None
+    if not _has_head(folder, config):
+        if head in _NOTHING_WITHOUT and not pools_texts(folder):
+            raise TeacherError(
+                f"{name} is a {of_class}, and its weights have no head. Get its weights again."
+            )
         return None
     if head is None and not pools_texts(folder):
         raise InvalidConfigError(
@@ -271,8 +279,11 @@ def load_with_own_head(folder: Path, name: str) -> PreTrainedModel:
     """
     head = own_head(folder, name)
     model, lacking = load_weights(folder, head, attention="sdpa")
-    if head is not None and lacking:  # it holds another head than the one that it names
-        model, _ = load_weights(folder, attention="sdpa")
+    if head is not None and lacking:
+        raise TeacherError(
+            f"{name} lacks a part of its head ({min(lacking)} is not among its weights). Get its weights "
+            "again, or save it without the head: AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
+        )
     model.eval()
     return model
 

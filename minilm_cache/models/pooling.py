@@ -456,7 +456,7 @@ def _read_dense(path: Path) -> DenseLayer:
 
 def _write(file: Path, content: object) -> None:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 class SentenceEncoder(nn.Module):

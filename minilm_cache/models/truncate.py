@@ -74,6 +74,7 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
         copy_decoding(source.folder, folder, tokenizer)
         (folder / "README.md").write_text(
             f"# {source.name}, layers {', '.join(map(str, chosen))}\n\nOf its {depth} layers, counted "
-            "from 0, these are kept, unchanged and untrained.\n"
+            "from 0, these are kept, unchanged and untrained.\n",
+            encoding="utf-8",
         )
     return chosen

@@ -263,10 +263,10 @@ class Pieces:
                 self.tokenizer.save_pretrained(folder)
             for name in _OLDER_FILES:
                 (folder / name).unlink(missing_ok=True)
-            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
             settings.pop("added_tokens_decoder", None)  # by number; tokenizer.json has them
-            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-            (folder / "tokenizer.json").write_text(document)
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+            (folder / "tokenizer.json").write_text(document, encoding="utf-8")
             return load_tokenizer(folder, has_ends=False)
 
     def spelled(self, kept: Sequence[int], lost: Iterable[int]) -> dict[int, list[int]]:

@@ -166,8 +166,8 @@ def _render(values: Mapping[str, Any]) -> str:
     """Return the page: the template, filled with values, with its style sheet and its script."""
     folder = files(_SOURCES)
     return _template().render(
-        style=Markup((folder / "page.css").read_text()),  # noqa: S704 - a file of this package
-        script=Markup((folder / "page.js").read_text()),  # noqa: S704 - a file of this package
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),  # noqa: S704 - a file of this package
+        script=Markup((folder / "page.js").read_text(encoding="utf-8")),  # noqa: S704 - a file of this package
         drawing=Markup(drawing_script()),  # noqa: S704 - Vega, from a package
         **values,
     )
@@ -179,7 +179,7 @@ def _template() -> Template:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["figure"] = number_text
-    return environment.from_string((files(_SOURCES) / "page.html").read_text())
+    return environment.from_string((files(_SOURCES) / "page.html").read_text(encoding="utf-8"))
 
 
 def _student_values(

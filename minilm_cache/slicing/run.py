@@ -116,7 +116,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
                 result = replace(result, left_out=f"its linear maps (Dense) take {widths}")
         except TeacherError as error:  # it is not needed to begin students with
             result = replace(result, left_out=str(error))
-        (folder / "README.md").write_text(_card(source, shape, result))
+        (folder / "README.md").write_text(_card(source, shape, result), encoding="utf-8")
     return result
 
 

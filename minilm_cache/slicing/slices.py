@@ -115,7 +115,9 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
                 weights, errors = _make(plan, config)
                 with new_folder(folder) as new:
                     save_file(weights, new / _WEIGHTS)
-                    (new / _DOCUMENT).write_text(_document(plan, errors, sha256_file(new / _WEIGHTS)))
+                    (new / _DOCUMENT).write_text(
+                        _document(plan, errors, sha256_file(new / _WEIGHTS)), encoding="utf-8"
+                    )
             return weights
 
 

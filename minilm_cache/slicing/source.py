@@ -142,7 +142,7 @@ def _unpack(cache: Cache, folder: Path) -> None:
         raise _unusable("are fewer than its configuration describes")
     with new_folder(folder) as new:
         (new / "model.safetensors").write_bytes(content)
-        (new / CONFIG).write_text(json.dumps(config.to_dict()))
+        (new / CONFIG).write_text(json.dumps(config.to_dict()), encoding="utf-8")
         try:
             load_weights(new)
         except TeacherError as error:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -85,7 +85,7 @@ def linked_part(root: Path, path: str) -> Path | None:
 
 
 @contextmanager
-def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedIOBase]:
+def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
     """Open a regular file for a block; arguments and errors: see `regular_bytes`."""
     if not follow_links and path.is_symlink():
         raise NotRegularError(None, "it is a symbolic link", str(path))
@@ -326,12 +326,17 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 @contextmanager
-def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
-    """Yield a file to fill. It replaces `path` if the block succeeds, else it is removed.
+def new_file(path: Path, *, durable: bool = True, replaces: bool = True) -> Iterator[BufferedIOBase]:
+    """Yield a file to fill. It gets the name `path` if the block succeeds, else it is removed.
 
     Args:
         path: path of the file.
         durable: flush it to disk. Without that, a crash of the machine can leave an empty file.
+        replaces: replace a file of that name.
+
+    Raises:
+        FileExistsError: there is one, which must not be replaced, and which another process may have written
+            meanwhile; its content is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
@@ -342,7 +347,10 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            temporary.replace(path)  # while it is locked
+            if replaces:
+                temporary.replace(path)  # while it is locked
+            else:
+                os.link(temporary, path)
         if durable:
             sync_directories([path.parent])
     finally:

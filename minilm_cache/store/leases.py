@@ -184,7 +184,7 @@ def announce_rank(root: Path, rank: int) -> None:
     path = below(root, f"{LOCKS}/rank-{rank:05d}")
     with storage_errors("write", path):
         path.parent.mkdir(exist_ok=True)
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8") as file:
             file.write(str(os.fstat(file.fileno()).st_ino))
 
 

@@ -97,7 +97,8 @@ def save_student(
                 similarity=_similarity(trainer),
                 vocabulary=run.vocabulary,
                 prompt_name=_named_prompt(reader),
-            )
+            ),
+            encoding="utf-8",
         )
 
 
@@ -191,11 +192,11 @@ def _as_trained(file: Path, max_length: int | None) -> None:
         file: its settings, which the teacher or a donor may have had otherwise.
         max_length: most tokens where it is asked to cut. None means what the file says.
     """
-    settings: dict[str, object] = json.loads(file.read_text()) if file.is_file() else {}
+    settings: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     sides = {name: "right" for name in ("padding_side", "truncation_side") if settings.get(name) == "left"}
     lengths = {} if max_length is None else {"model_max_length": max_length}
     if sides or lengths:
-        file.write_text(json.dumps({**settings, **sides, **lengths}, indent=1))
+        file.write_text(json.dumps({**settings, **sides, **lengths}, indent=1), encoding="utf-8")
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:

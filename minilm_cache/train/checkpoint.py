@@ -122,7 +122,7 @@ def save_checkpoint(
         files = ranks.union(written)
         ranks.barrier()
         if ranks.is_first:
-            (new / _STATE).write_text(state.sealed(files).model_dump_json())
+            (new / _STATE).write_text(state.sealed(files).model_dump_json(), encoding="utf-8")
             sync_file(new / _STATE)
             sync_directories([new])
             new.rename(place)

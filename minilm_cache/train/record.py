@@ -461,7 +461,7 @@ class TrainingLog:
             content = bounded_bytes(path, MAX_LOG_BYTES) if path.exists() else b""
             kept = _lines_up_to(content, first_step)
             write_file(path, b"".join(line + b"\n" for line in kept))
-            self._file = path.open("a", buffering=1)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, line: dict[str, object]) -> None:
         """Add a line."""

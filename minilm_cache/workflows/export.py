@@ -108,7 +108,7 @@ def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) ->
     remove_left_of(out)
     with (
         saving("write", out),
-        new_file(out) as file,
+        new_file(out, replaces=False) as file,
         pq.ParquetWriter(file, (schema := _schema(opened, width)), compression="zstd") as writer,
     ):
         for rows in _rows(opened, schema):
@@ -200,7 +200,7 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
             with pq.ParquetWriter(new / file, schema, compression="zstd") as writer:
                 while some := list(islice(rows, _ROWS)):
                     writer.write_table(pa.Table.from_pylist(some, schema))
-        (new / "README.md").write_text(_card(opened, files, tuple(schema.names)))
+        (new / "README.md").write_text(_card(opened, files, tuple(schema.names)), encoding="utf-8")
     return ScoresResult(path=out, num_pairs=len(opened), columns=tuple(schema.names))
 
 

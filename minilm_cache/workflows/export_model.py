@@ -268,9 +268,9 @@ class _Export:
             drops=self._drops(folder),
         )
         record = {key: value for key, value in asdict(result).items() if key not in ("path", "model")}
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         card = rendered("minilm_cache.workflows", "exported.md.jinja", exported=result, out=out.name)
-        (folder / CARD).write_text(card)
+        (folder / CARD).write_text(card, encoding="utf-8")
         return result
 
     def _batches(self, texts: Sequence[Texts], size: int = _BATCH) -> Iterator[dict[str, Tensor]]:

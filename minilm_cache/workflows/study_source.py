@@ -1,5 +1,6 @@
 """A YAML document whose mistakes are reported with their line and key."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ PATHS_OF_DUMPS: Final = ("teacher", "corpus")
 _NO_PATHS: Final = frozenset({MINI, *ALIASES, PYTHON_DOCS, RANDOM, *FROM_TEACHER, OF_TEXTS, OF_CACHE})
 """Values of settings that may be paths, and are none."""
 _MAX_BYTES: Final = 2**20
+_ODD_NUMBER: Final = re.compile(r"[-+]?(?:0[0-9_]+|[0-9_]+(?::[0-9]+)+)")
+"""Whole numbers that YAML 1.1 reads to another base than ten."""
 _MAX_DIGITS: Final = 72
 """Most characters of a whole number: 64 binary digits, and what separates them."""
 Location = tuple[str | int, ...]
@@ -42,11 +45,15 @@ class Source:
             text = content.decode("utf-8") if len(content) <= _MAX_BYTES else ""
             _refuse_costly(path, text, len(content))
             root = yaml.compose(text, Loader=yaml.SafeLoader)
-            _refuse_long_numbers(path, root)
+            _refuse_odd_numbers(path, root)
             self.content = yaml.safe_load(text)
         except InvalidConfigError:
             raise
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise InvalidConfigError(
+                f"{path} is not UTF-8 text. Convert it: iconv -f utf-16 -t utf-8, or with its own encoding."
+            ) from error
+        except OSError as error:
             raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
         except (RecursionError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
             raise InvalidConfigError(
@@ -174,13 +181,23 @@ def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
         )
 
 
-def _refuse_long_numbers(path: Path, root: yaml.Node | None) -> None:
-    """Raise InvalidConfigError for a whole number of more digits than Python turns back into text."""
+def _refuse_odd_numbers(path: Path, root: yaml.Node | None) -> None:
+    """Raise InvalidConfigError for a whole number that is read as another one, or has too many digits.
+
+    YAML 1.1 reads 010 as 8 and 1:30 as 90. Python does not turn numbers of many digits back into text.
+    """
     for node in _scalars(root):
-        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
+        if node.tag != "tag:yaml.org,2002:int":
+            continue
+        if len(node.value) > _MAX_DIGITS:
             raise InvalidConfigError(
                 f"{path}, line {node.start_mark.line + 1}: {node.value[:12]}... has {len(node.value)} "
                 "digits. Give a smaller number."
+            )
+        if _ODD_NUMBER.fullmatch(node.value):
+            raise InvalidConfigError(
+                f"{path}, line {node.start_mark.line + 1}: YAML reads {node.value} as "
+                f"{yaml.safe_load(node.value)}. Write a decimal number, or put it in quotes."
             )
 
 

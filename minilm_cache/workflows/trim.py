@@ -27,6 +27,7 @@ from minilm_cache.wording import rendered
 _ASIDE: Final = 10
 """Every tenth document is set aside to measure coverage, by pieces that are chosen from the others."""
 _BATCH: Final = 1000
+_NOTHING: Final = "interrupted before a model was written. Run the same command again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         coverage = pieces.coverage(of_others, _documents(tokens, numbers[aside], session))
     if len(kept) == pieces.size:
         session.progress.note(f"all {pieces.size:,} pieces are kept: the model is a copy of {source.name}")
+    session.stop_if_asked(_NOTHING)
     model = load_with_own_head(source.folder, source.name)
     refuse_more_words(pieces.tokenizer, model, source.folder)
     smaller = trim_model(model, kept)
@@ -90,6 +92,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         parameters_before=model.num_parameters() + num_map_weights(source.folder),
         coverage=coverage,
     )
+    session.stop_if_asked(_NOTHING)
     with saving("write", out), new_folder(out, replaces=False) as folder:
         smaller.save_pretrained(folder)
         tokenizer = pieces.trimmed(kept)
@@ -97,7 +100,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
         copy_pooling(source.folder, folder, smaller.config)
         copy_decoding(source.folder, folder, tokenizer)
         card = rendered("minilm_cache.workflows", "trim.md.jinja", source=source.name, trimmed=result)
-        (folder / "README.md").write_text(card)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     return result
 
 
@@ -106,6 +109,5 @@ def _documents(
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the token ids of documents."""
     session.progress.start("count", len(numbers), "documents")
-    kept = "interrupted before a model was written. Run the same command again."
-    for part in session.parts(numbers.tolist(), _BATCH, kept):
+    for part in session.parts(numbers.tolist(), _BATCH, _NOTHING):
         yield from tokens.read(np.asarray(part, np.int64))

@@ -97,7 +97,10 @@ def test_version_and_help(command: Command) -> None:
     words = " ".join(
         command("chain", "--help-all")[1].split()
     )  # its seed is that of the dump and of trainings
-    assert "what codec topk draws. Seed of initial weights, dropout and the order of batches. [default: 0]" in words
+    assert (
+        "what codec topk draws. Seed of initial weights, dropout and the order of batches. [default: 0]"
+        in words
+    )
 
 
 @pytest.mark.parametrize("option", ["--k", "--lr", "--nonsense"])
