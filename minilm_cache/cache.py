@@ -294,7 +294,11 @@ def read_codes(manifest: CacheManifest, attachment: Callable[[str], bytes]) -> d
     for small in all_small_arrays(manifest.identity, manifest.calibration):
         values = torch.from_numpy(small_array(attachment(small.chunk_path), small).copy())
         arrays.setdefault(small.folder, {})[small.name] = values
-    return {folder: TransformCode(**parts) for folder, parts in arrays.items()}
+    codes = {folder: TransformCode(**parts) for folder, parts in arrays.items()}
+    for folder, code in codes.items():
+        if not code.is_sound:
+            raise CacheCorruptError(f"the arrays of {folder} are no code of finite numbers. {NOT_OURS}")
+    return codes
 
 
 def open_cache(place: Place, *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES) -> Cache:

@@ -169,9 +169,9 @@ class OtherSignal(StoredModel):
     width: int = Field(ge=1, le=2**16)
     """Numbers of a row."""
     dtype: Literal["float16", "float32"]
-    settings: Annotated[dict[str, int | float | str | bool], Field(max_length=32)] = Field(
-        default_factory=dict
-    )
+    settings: Annotated[
+        dict[str, int | Annotated[float, Field(allow_inf_nan=False)] | str | bool], Field(max_length=32)
+    ] = Field(default_factory=dict)
     """What else determines the numbers."""
 
     @property

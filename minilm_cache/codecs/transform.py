@@ -61,6 +61,13 @@ class TransformCode:
         with products_in("tf32") if codes.device.type == "cuda" else nullcontext():
             return torch.addmm(self.mean, codes.float(), self.basis.float() * self.step[:, None])
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether every code stands for finite numbers: a stranger's steps may be of any size."""
+        reach = (MAX_CODE * self.step.double()[:, None] * self.basis.double().abs()).sum(0)
+        greatest = float((self.mean.double().abs() + reach).max()) if self.mean.numel() else 0.0
+        return bool((self.step > 0).all()) and greatest < torch.finfo(torch.float32).max
+
     def to(self, device: torch.device) -> "TransformCode":
         """Return the same code on a device."""
         return TransformCode(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})

@@ -269,8 +269,9 @@ def committed_shards(root: Path, num_shards: int) -> list[int]:
     if not folder.is_dir():
         return []
     with storage_errors("list", folder):
-        numbers = [int(file.stem) for file in folder.glob("[0-9]*.json") if file.stem.isdecimal()]
-    return [number for number in numbers if number < num_shards]
+        names = {file.name for file in folder.glob("[0-9]*.json")}
+    # A name that is written otherwise, such as 2.json, is no record of the shard 00002.
+    return [number for number in range(num_shards) if Path(commit_path(number)).name in names]
 
 
 def commit(

@@ -55,6 +55,8 @@ GOOD_NUM_SHARDS: Final = 20_000
 """Most shards of a cache by default, as long as its files stay below the next size."""
 _GOOD_FILE_BYTES: Final = 2**31
 """Greatest size of a file of a shard by default."""
+_MAX_LABEL: Final = 100
+"""Most bytes of a label in the name of a cache's folder."""
 MAX_FILE_BYTES: Final = 2**32
 """Greatest size of a file of a shard: stores copy files of at most 5 GB."""
 _PCODEC_RATIO: Final = 8
@@ -135,9 +137,14 @@ def cache_name(labels: Labels, identity: CacheIdentity) -> str:
     A cache without relations has `states` in place of their codec.
     """
     # `?` and `#` would end the path of a URL.
-    words = (re.sub("[:/?#]", "-", label) for label in (labels.teacher, labels.corpus))
+    words = (_shortened(re.sub("[:/?#]", "-", label)) for label in (labels.teacher, labels.corpus))
     stored = identity.codec.name if identity.has_relations else "states"
     return "-".join([*words, stored, identity.fingerprint()[:12]])
+
+
+def _shortened(label: str) -> str:
+    """Return the beginning of a label, so that the name of a folder is not too long for file systems."""
+    return label.encode()[:_MAX_LABEL].decode(errors="ignore")
 
 
 def commit_path(shard: int) -> str:

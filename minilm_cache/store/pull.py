@@ -1,13 +1,16 @@
 """Copy a cache from a store, and check every file as it arrives."""
 
+import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from minilm_cache.errors import (
     CacheCorruptError,
@@ -17,7 +20,7 @@ from minilm_cache.errors import (
     MiniLMCacheError,
 )
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.arrays import all_small_arrays, array_specs
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
@@ -303,7 +306,15 @@ class Fetcher:
     def attachment(self, path: str) -> None:
         """Fetch one file outside the shards."""
         most = MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_ATTACHMENT_BYTES
-        self.fetch(path, self.manifest.files[path], most)
+        self.fetch(path, self.manifest.files[path], self._small_bytes.get(path, most))
+
+    @cached_property
+    def _small_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays that apply to all tokens, by path; those of large teachers have many."""
+        return {
+            small.chunk_path: math.prod(small.shape) * np.dtype(small.dtype).itemsize
+            for small in all_small_arrays(self.manifest.identity, self.manifest.calibration)
+        }
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
         """Fetch a file, unless it is in the folder already.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -106,12 +106,27 @@ def documents_of(manifest: CacheManifest, num_shards: int) -> dict[str, bytes]:
 
 def refuse_other_metadata(manifest: CacheManifest, num_shards: int, url: str) -> None:
     """Raise CacheCorruptError if a manifest does not imply the metadata that it names; no file is read."""
-    for path, content in documents_of(manifest, num_shards).items():
+    documents = documents_of(manifest, num_shards)
+    _refuse_other_documents(manifest, documents, url)
+    for path, content in documents.items():
         if manifest.files.get(path) != digest_bytes(content):
             raise CacheCorruptError(
                 f"{url}: {path} is not the metadata that the manifest of this cache implies. Ask its "
                 "publisher to push it again."
             )
+
+
+def _refuse_other_documents(manifest: CacheManifest, documents: Collection[str], place: str) -> None:
+    """Raise CacheCorruptError if a manifest names metadata of arrays that the cache does not have."""
+    others = [path for path in manifest.files if path.endswith("zarr.json") and path not in documents]
+    if others:
+        raise CacheCorruptError(
+            f"{place} names {others[0]}, which is no file of the format. Remove the cache, and get it again."
+        )
+
+
+_ROUNDED: Final = 1e-3
+"""Nats by which a mean of entropies may be off, having been summed in float32."""
 
 
 class CacheReader:
@@ -172,7 +187,9 @@ class CacheReader:
         return (self.root.absolute(), self._is_partial)
 
     def _check_metadata(self) -> None:
-        for path, expected in documents_of(self.manifest, len(self.ranges)).items():
+        documents = documents_of(self.manifest, len(self.ranges))
+        _refuse_other_documents(self.manifest, documents, str(self.root / MANIFEST))
+        for path, expected in documents.items():
             content = read_checked(self.root, path, self.manifest.files.get(path))
             if content != expected:
                 raise CacheCorruptError(
@@ -308,9 +325,10 @@ class CacheReader:
             and int(lengths.max()) <= self.manifest.identity.packing.max_length
             and np.array_equal(table["offset"].to_numpy(), offsets)
             and all(
-                bool(np.isfinite(table[entropy_column(kind)].to_numpy()).all())
+                _are_entropies(table[entropy_column(kind)].to_numpy(), lengths)
                 for kind in self.manifest.identity.relations
             )
+            and _are_within(table["document"].to_numpy(), self.manifest.identity.corpus.num_documents)
             and np.array_equal(table["sequence"].to_numpy(), np.arange(first, first + len(lengths)))
         )
         if not valid:
@@ -325,6 +343,15 @@ class CacheReader:
                 "`minilm-cache dump` command; it resumes."
             )
         return self.records[number]
+
+
+def _are_entropies(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.int64]) -> bool:
+    """Return whether mean entropies of rows, nats, are between none and that of equal columns."""
+    return bool(((values >= -_ROUNDED) & (values <= np.log(lengths) + _ROUNDED)).all())
+
+
+def _are_within(numbers: npt.NDArray[np.int64], most: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < most)).all())
 
 
 def read_manifest(root: Path) -> CacheManifest:

@@ -98,11 +98,22 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
 
     with ThreadPoolExecutor(num_threads) as threads:
         damaged += [damage for damage in threads.map(examine, files) if damage is not None]
+    if not (full or damaged):
+        damaged += _metadata_damage(root)
     if full and not damaged:
         damaged += _content_damage(root, num_threads, check_rows=check_rows, session=session)
     return Verdict(
         complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged)
     )
+
+
+def _metadata_damage(root: Path) -> list[Damage]:
+    """Return what is wrong with the metadata, whose sizes are right; no shard is read."""
+    try:
+        CacheReader(root, partial=True)
+    except CacheCorruptError as error:
+        return [Damage(path=MANIFEST, shard=None, reason=str(error))]
+    return []
 
 
 def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict:
