@@ -59,7 +59,7 @@ def search(
     layers, widths = numbers_of(config.layers, "--layers"), numbers_of(config.widths, "--widths")
     arch = tuple(f"{number}x{width}" for number in layers or [1] for width in widths)
     probe = validated(TrainConfig, {**train, "init_layers": None, "arch": arch or ("1x12",)})
-    refuse_of_one_shape(probe)
+    refuse_of_one_shape(probe, layers)
     refuse_file(out)
     refuse_missing(cache=cache)
     runtime = config.runtime.removesuffix("-int8")

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from uuid import uuid4
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError, StorageError
+from minilm_cache.errors import (
+    InterruptedRunError,
+    InvalidConfigError,
+    MiniLMCacheError,
+    StorageError,
+    first_line,
+)
 from minilm_cache.session import Session
 
 _WAIT_S: Final = 5.0
@@ -62,6 +68,8 @@ def check_common(file: Path) -> None:
 Engine = Literal["ray"]
 _POLL_S: Final = 1.0
 """Longest wait for a task, in seconds, before `should_stop` is called again."""
+_RETRIES: Final = 3
+"""How often a task is started again whose process has died; each start goes on from what was kept."""
 _CANCEL_S: Final = 30.0
 """Longest wait, in seconds, until the workers of cancelled tasks have ended."""
 
@@ -108,7 +116,7 @@ class RayCluster:
                 f"--gpus-per-task {self.gpus_per_task:g}: Ray gives a task a share of one GPU, or whole "
                 f"GPUs. Take {int(self.gpus_per_task)}, or a number below 1."
             )
-        self._options = {"num_gpus": self.gpus_per_task, "num_cpus": 1, "max_retries": -1}
+        self._options = {"num_gpus": self.gpus_per_task, "num_cpus": 1, "max_retries": _RETRIES}
         self._common: Path | None = None
 
     @contextmanager
@@ -163,6 +171,13 @@ class RayCluster:
             return list(self._ray.get(list(pending)))
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None  # the call's own error, without the trace of where Ray ran it
+        except self._ray.exceptions.TaskCancelledError:
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise StorageError(
+                f"a task of the cluster was lost {_RETRIES + 1} times: {first_line(error)}. Look at its "
+                "machine (memory, disk), and run the same command again; what is complete is kept."
+            ) from error
         finally:
             for task in left:
                 self._ray.cancel(task, force=True)
@@ -193,7 +208,13 @@ def _in_folder(surroundings: _Surroundings, call: Callable[..., Any], *arguments
     os.environ.update(surroundings.settings)
     if surroundings.folder.is_dir():
         os.chdir(surroundings.folder)
-    return call(*arguments)
+    try:
+        return call(*arguments)
+    except MiniLMCacheError:
+        raise
+    except Exception as error:  # one that cannot be sent to the user would hide what it says
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise StorageError(f"{_name_of(call)} failed: {what}.") from error
 
 
 def _name_of(call: Callable[..., Any]) -> str:

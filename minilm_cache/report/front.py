@@ -93,6 +93,22 @@ class SearchRecord(_Document):
         texts, runtime = (self.settings["search"][name] for name in ("pass_texts", "runtime"))
         return f"a pass of {counted(texts, 'text')} of {self.pass_length} tokens in {runtime}"
 
+    def doubts(self, name: str, latency_ms: float) -> list[str]:
+        """Return why a winner may not be what was asked for: its time when measured anew, and its losses."""
+        found, most = [], self.max_latency_ms
+        if most is not None and latency_ms > most:
+            found.append(
+                f"{name} took {latency_ms:.2f} ms when measured anew, above the budget of {most:.2f} ms. "
+                "Search again on an idle machine, into another --out."
+            )
+        losses = [loss for each in self.rounds if (loss := each.losses.get(name)) is not None]
+        if losses and losses[-1] > min(losses):
+            found.append(
+                f"{name} ended at a loss of {losses[-1]:.4f}, after {min(losses):.4f} in an earlier round. "
+                "Give more steps, or a lower rate."
+            )
+        return found
+
     def outcome(self, candidate: Candidate) -> str:
         """Return what became of a shape, in words."""
         if not candidate.fits:

@@ -375,6 +375,15 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
             lines.append(f"{name}: {held_out}, too few to tell students apart. Give more text.")
         if manifest.cut is not None:
             lines.append(f"{name}: cut off {manifest.cut.in_words}.")
+    texts = {
+        (each.texts_sha256, each.identity.packing, each.identity.tokenizer_sha256)
+        for each in (run.reference.manifest for run in runs)
+    }
+    if len(texts) > 1:
+        lines.append(
+            "Caches hold out other texts, or sequences of other lengths: compare KLs and losses within a "
+            "cache only."
+        )
     worse = [
         f"{arch} of {run.label}"
         for run in runs

@@ -78,9 +78,7 @@ class Leases:
     _closed: Event = field(default_factory=Event)
     _thread: Thread | None = None
     _me: _Holder = field(
-        default_factory=lambda: _Holder(
-            owner=uuid.uuid4().hex, machine=f"{platform.node()}-{uuid.getnode():x}"[:256], process=os.getpid()
-        )
+        default_factory=lambda: _Holder(owner=uuid.uuid4().hex, machine=_this_machine(), process=os.getpid())
     )
 
     def acquire(self, name: str) -> Lease | None:
@@ -109,11 +107,15 @@ class Leases:
         raise AssertionError
 
     def release(self, lease: Lease) -> None:
-        """Let others have a lease at once: remove its file, and those of the holders before."""
+        """Let others have a lease at once: remove its file, and those of the holders before.
+
+        Where it was taken over, the files stay: whoever looks for a lease counts through them to its holder.
+        """
         with self._lock:
             self._held.discard(lease.file)
-        with suppress(StorageError, InterruptedRunError):  # it expires
-            self.folder.remove([f"{lease.name}-{number}" for number in range(lease.number + 1)])
+        with suppress(StorageError, InterruptedRunError, CacheCorruptError):  # it expires
+            if self.folder.read_if_there(f"{lease.name}-{lease.number + 1}", _MAX_BYTES) is None:
+                self.folder.remove([f"{lease.name}-{number}" for number in range(lease.number + 1)])
 
     def close(self) -> None:
         """End the thread that renews leases."""
@@ -138,8 +140,10 @@ class Leases:
             renewals += 1
             content = self._content(renewals)
             with self._lock:
-                for file in self._held:
-                    with suppress(StorageError, InterruptedRunError):  # the next renewal may succeed
+                held = sorted(self._held)
+            for file in held:  # without the lock: a store that is slow must not hold up who releases
+                with suppress(StorageError, InterruptedRunError):  # the next renewal may succeed
+                    if file in self._held:
                         self.folder.write(file, content)
 
     def _has_expired(self, file: str, content: bytes, holder: _Holder) -> bool:
@@ -150,6 +154,15 @@ class Leases:
             self._seen[file] = (content, time.monotonic())
             return False
         return time.monotonic() - known[1] > LEASE_S
+
+
+def _this_machine() -> str:
+    """Return what tells apart the machines, and the containers of a machine, whose process numbers differ."""
+    try:
+        space = Path("/proc/self/ns/pid").readlink().name
+    except OSError:  # no Linux
+        space = ""
+    return f"{platform.node()}-{uuid.getnode():x}-{space}"[:256]
 
 
 def _read(content: bytes, where: str) -> _Holder | None:

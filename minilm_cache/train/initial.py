@@ -304,7 +304,7 @@ def initial_weights(
     folder = Path(config.init)
     folders = {shape.arch: model_folder(folder, shape.arch) for shape in shapes}
     trimmed = {arch: _is_trimmed(path, cache, vocabulary) for arch, path in folders.items()}
-    name = canonical_sha256([weights_sha256(path) for path in folders.values()])
+    name = name_of_folder(config.init, tuple(folders))
     return Beginnings(
         of={
             arch: FolderWeights(
@@ -319,6 +319,15 @@ def initial_weights(
         },
         tokens=vocabulary,
     )
+
+
+def name_of_folder(init: str, arch: Sequence[str]) -> str:
+    """Return what identifies the weights of a folder, or of a run, that students of these shapes begin with.
+
+    Raises:
+        MiniLMCacheError: see `model_folder`; or it has no weights.
+    """
+    return canonical_sha256([weights_sha256(model_folder(Path(init), each)) for each in arch])
 
 
 def _is_trimmed(folder: Path, cache: Cache, vocabulary: Vocabulary | None) -> bool:
@@ -405,7 +414,9 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
     """
     if config.first is not None and config.init_teacher is not None:
         _refuse_other_than_teacher(config.init_teacher, shape, teacher)
-    if config.init == SLICE or (config.init is None and config.names_beginning):
+    if folder_of(config.init) is not None:
+        _refuse_folder_of_other_sizes(str(config.init), shape, teacher)
+    elif config.init == SLICE or (config.init is None and config.names_beginning):
         check_cut(shape, teacher, config.init_layers)
     elif config.init == EMBEDDINGS:
         check_sizes(shape, teacher)
@@ -418,6 +429,20 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
                 f"--init {TEACHER_LAYERS}: the teacher's layers have width {teacher.hidden_size} and "
                 f"{teacher.num_attention_heads} heads, --arch {shape.arch} has {own[0]} and {own[1]}. "
                 f"Use --init {SLICE}."
+            )
+
+
+def _refuse_folder_of_other_sizes(init: str, shape: StudentShape, teacher: PreTrainedConfig) -> None:
+    """Raise InvalidConfigError where the model of a folder has other sizes than a shape."""
+    refuse_no_beginning(init)
+    there = read_config(model_folder(Path(init), shape.arch))
+    wanted = shape_config(shape, teacher.to_dict(), teacher.model_type)
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
+        mine, theirs = getattr(wanted, name, None), getattr(there, name, None)
+        if None not in (mine, theirs) and mine != theirs:
+            raise InvalidConfigError(
+                f"--init {init}: its {name} is {theirs}, and --arch {shape.arch} has {mine}. Give a model of "
+                "that shape."
             )
 
 

@@ -31,7 +31,7 @@ from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain_plan import Stage, Way, chain_settings, check_chain, stages
 from minilm_cache.workflows.config import SETTINGS_FILE, ChainConfig
-from minilm_cache.workflows.stages import COMPLETE, assistants_dump
+from minilm_cache.workflows.stages import COMPLETE, assistants_dump, check_with_cache
 
 CHAIN_FILE = "chain.json"
 REPORT_FILE = "report.html"
@@ -210,6 +210,8 @@ def _dump(
             f"interrupted while other processes dump into {stage.path}. Run the same command again."
         )
         time.sleep(_POLL_S)
+    if stage.path == first:
+        check_with_cache([config.train], first, session)
     ranks.barrier()
 
 

@@ -253,8 +253,7 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
     teacher = read_config(source.folder)
-    if here:
-        check_training(config.train, config.dump, depth=teacher.num_hidden_layers)
+    check_training(config.train, config.dump, depth=teacher.num_hidden_layers, here=here)
     heads = teacher.num_attention_heads
     for arch in config.assistants:
         teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True)

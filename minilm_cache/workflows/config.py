@@ -300,8 +300,20 @@ def about_widths() -> Iterator[None]:
         raise InvalidConfigError(str(error).replace("--arch", "--widths: shape", 1)) from error
 
 
-def refuse_of_one_shape(config: TrainConfig) -> None:
-    """Raise InvalidConfigError for a setting of a training that a search of many shapes does not have."""
+def refuse_of_one_shape(config: TrainConfig, layers: Sequence[int]) -> None:
+    """Raise InvalidConfigError for a setting of a training that a search of many shapes does not have.
+
+    A loss that covers other layers in students of other depths has no order among them.
+
+    Args:
+        config: settings of the training.
+        layers: numbers of layers that are tried.
+    """
+    if len(layers) > 1 and (config.layer_map != "last" or config.spec.needs.layers == "all"):
+        raise InvalidConfigError(
+            f"--objective {config.objective} compares other layers in students of other depths, so that "
+            f"their losses have no order. Give one number of --layers, such as {layers[0]}."
+        )
     if config.init not in (None, RANDOM, *FROM_TEACHER):
         raise InvalidConfigError(
             f"--init {config.init} is one model, and a search has many shapes. Give slice, embeddings or "

@@ -155,7 +155,7 @@ def search(
         student=student,
         latency_ms=latency_ms,
         report=_write_page(record, trained_runs, out=out, session=session),
-        cautions=tuple(cautions(trained_runs)),
+        cautions=(*record.doubts(winner.name, latency_ms), *cautions(trained_runs)),
     )
 
 
@@ -183,8 +183,9 @@ def _trained(
     done: dict[str | None, TrainResult] = {}
     for vocab, arch in shapes.items():
         settings = {**train, "epochs": None, "arch": arch, "vocab": vocab}
-        if vocab in before:
-            settings |= {"init": str(before[vocab].path), "init_layers": None, "init_teacher": None}
+        if vocab in before:  # what was learned first, and cut from a teacher, is in its students
+            none = dict.fromkeys(("init_layers", "init_teacher", "first", "first_steps"))
+            settings |= {"init": str(before[vocab].path), **none}
         folder = place.with_name(_run_name(place.name, vocab))
         with suppress(DivergedError):
             training = validated(TrainConfig, settings)
@@ -328,7 +329,7 @@ class _Space:
             )
         configs: dict[str, PreTrainedConfig] = {}
         probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
-        refuse_of_one_shape(probe)
+        refuse_of_one_shape(probe, layers)
         for num_layers, size, ratio, table in product(layers, widths, ratios, [None, *tables]):
             if table is not None and table >= size:
                 continue

@@ -1,22 +1,25 @@
 """What chains, studies, searches and stages of a task share: states of caches and runs, and early checks."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedConfig
 
+from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
+from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import split_into
+from minilm_cache.session import Session
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.config import RANDOM, TrainConfig, refuse_no_tracker
+from minilm_cache.train.config import RANDOM, TrainConfig, check_batch, refuse_no_tracker
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.record import load_record
@@ -103,26 +106,35 @@ def check_student(
     return student
 
 
-def check_training(config: TrainConfig, dump: DumpConfig | None = None, *, depth: int = 0) -> None:
+def check_training(
+    config: TrainConfig, dump: DumpConfig | None = None, *, depth: int = 0, here: bool = True
+) -> None:
     """Check what the settings of a training say without its cache, before anything is dumped.
 
     Args:
         config: settings of the training.
         dump: settings of the dump of its cache. None means that the cache is there, and is asked itself.
         depth: layers of the teacher that is dumped.
+        here: whether this machine trains, so that it must have device, tracker and donor.
 
     Raises:
         InvalidConfigError: settings contradict each other, or need what the cache will not hold, or a device
             that is not there.
         TeacherError: the donor does not exist.
     """
-    choose_device(config.device)
-    refuse_no_tracker(config.tracker)
+    if here:
+        choose_device(config.device)
+        refuse_no_tracker(config.tracker)
+    elif config.device is not None and ":" in config.device:
+        raise InvalidConfigError(
+            f"--device {config.device}: on a cluster each task sees its own GPUs alone. Give cuda, or leave "
+            "it out."
+        )
     if config.init == RANDOM and config.frozen == "embeddings":
         raise InvalidConfigError(
             "--frozen embeddings goes with weights of the teacher, not with --init random. Leave one out."
         )
-    if config.init_teacher is not None:
+    if here and config.init_teacher is not None:
         locate_teacher(config.init_teacher, without_weights=True)
     if dump is None:
         return
@@ -136,6 +148,18 @@ def check_training(config: TrainConfig, dump: DumpConfig | None = None, *, depth
             f"--teacher-layer {config.teacher_layer}: the dump stores layer {', '.join(map(str, stored))}. "
             "Give one of these, or dump others with --layers."
         )
+
+
+def check_with_cache(trainings: Iterable[TrainConfig], place: Path, session: Session) -> None:
+    """Check trainings against a cache that has just been dumped, before the first of them trains for hours.
+
+    Raises:
+        InvalidConfigError: the cache does not serve one of them, or has too few sequences for its batches.
+    """
+    cache = open_cache(place, home=session.home)
+    for config in trainings:
+        check_batch(config, cache.manifest)
+        choose_objective(config, cache, arch=config.arch, home=session.home)
 
 
 def assistants_dump(of_teacher: DumpConfig, assistant: Path, *, first: Path, out: Path) -> DumpConfig:

@@ -44,12 +44,19 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.initial import folder_of, name_of_folder
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RunRecord, has_trained_nothing, load_record, refuse_other_run
 from minilm_cache.train.run import train_students
 from minilm_cache.train.vocabulary import listed_name
 from minilm_cache.workflows.config import CACHES, RUNS, SETTINGS_FILE
-from minilm_cache.workflows.stages import assistants_dump, check_student, check_training, refuse_foreign
+from minilm_cache.workflows.stages import (
+    assistants_dump,
+    check_student,
+    check_training,
+    check_with_cache,
+    refuse_foreign,
+)
 from minilm_cache.workflows.study_pass import Assistant, Pass
 from minilm_cache.workflows.study_spec import ASSISTANT, Study
 
@@ -138,6 +145,8 @@ def known_record(
             asked["vocab"] = pieces
         if (labels := own_labels(cache, config, home=home)) is not None:
             asked["own_labels"] = labels.sha256
+        if folder_of(config.init) is not None:
+            asked["init"] = name_of_folder(str(config.init), record.identity.arch)
         refuse_other_run(run, record, asked)
     return record
 
@@ -151,7 +160,8 @@ def _jobs(study: Study, folder: Path) -> list[Job]:
         if isinstance(cache, DumpConfig):
             after = (next(iter(numbers.values())),) if numbers else ()
             numbers[name] = len(jobs)
-            call: Callable[..., Any] = partial(_dump, cache, folder / CACHES / name)
+            trainings = [planned.config for planned in study.passes if planned.cache == name]
+            call: Callable[..., Any] = partial(_dump, cache, folder / CACHES / name, trainings=trainings)
             jobs.append(Job(name=f"cache {name}", call=call, after=after))
     for name, assistant in study.made.items():
         place = place_of_cache(study, folder, assistant.teacher)
@@ -215,9 +225,17 @@ def _reference(study: Study, folder: Path, cache: str) -> Path | None:
     return None if assistant is None else folder / CACHES / assistant.teacher
 
 
-def _dump(config: DumpConfig, path: Path, tokens_of: Path | None = None, *, session: Session) -> Path:
-    """Dump a cache, which shares the token files of the first one, and return its folder."""
+def _dump(
+    config: DumpConfig,
+    path: Path,
+    tokens_of: Path | None = None,
+    *,
+    trainings: Sequence[TrainConfig],
+    session: Session,
+) -> Path:
+    """Dump a cache, which shares the first one's token files, check its passes, and return its folder."""
     dump_cache(config, out=path, tokens_of=tokens_of, session=session)
+    check_with_cache(trainings, path, session)
     return tokens_of or path
 
 
@@ -447,10 +465,9 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
             _check_agreement(study, name, opened.manifest, here=here)
     for planned in study.passes:
         if planned.cache == name:
-            if here:
-                with study.located(("train",)):
-                    dumped = cache if isinstance(cache, DumpConfig) else None
-                    check_training(planned.config, dumped, depth=config.num_hidden_layers)
+            with study.located(("train",)):
+                dumped = cache if isinstance(cache, DumpConfig) else None
+                check_training(planned.config, dumped, depth=config.num_hidden_layers, here=here)
             _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
             check_also(planned.config.also, home=home)
             if opened is not None:
