@@ -245,3 +245,19 @@ def test_both_texts_of_pairs_get_the_copies_that_they_get_alone(
     command.fails(*groups, code=2, says="queries with several documents")
     both = (*words, pairs, "--pair-columns", "one,other", "--text-column", "one")
     command.fails(*both, "--out", tmp_path / "no", code=2, says="--text-column and --pair-columns")
+
+
+def test_copies_of_copies_stay_with_their_text(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    first = augmented(command, model, corpus, tmp_path / "first.jsonl", "--copies", 2)
+    words = ("augment", "--teacher", model, "--corpus", tmp_path / "first.jsonl", "--max-length", 64)
+    assert command(*words, "--copies", 2, "--out", tmp_path / "second.jsonl")[0] == 0
+    second = [json.loads(line) for line in (tmp_path / "second.jsonl").read_text().splitlines()]
+    marks: dict[object, set[object]] = {}
+    texts = {row["text"]: row["document"] for row in first}
+    for row in second:
+        if row["text"] in texts:
+            marks.setdefault(texts[row["text"]], set()).add(row["document"])
+    assert len(marks) == 4
+    assert all(len(of_text) == 1 for of_text in marks.values())

@@ -1,6 +1,7 @@
 """Texts and vectors leave a cache for other tools, and come back as a cache of a teacher nobody can run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,19 @@ def test_marks_at_the_beginning_of_texts_are_no_text(world: World) -> None:
     alone = write_vectors(world, text=["\ufeff", *texts[1:]])
     with pytest.raises(CorpusError, match=r"row 0 .* has a vector without a text"):
         import_answers(plain.with_changes(vectors=str(alone)), out=world.root / "alone")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"embedding": [[True, False]] * 60}, "lists of bool"),
+        ({"embedding": [[1e30, 1.0]] * 60}, "has a length of 1e+30"),
+        ({"embedding": [[1e-30, 0.0]] * 60}, "has a length of 1e-30"),
+        ({"text": list(range(60))}, "the text of row 0 (counted from 0) is a number"),
+        ({"text": [b"ba"] * 60}, "the text of row 0 (counted from 0) is"),
+    ],
+)
+def test_columns_of_other_kinds_are_named(world: World, columns: dict[str, Any], says: str) -> None:
+    file = write_vectors(world, **columns)
+    with pytest.raises(CorpusError, match=re.escape(says)):
+        read_vectors(ImportConfig(vectors=str(file), tokenizer=str(world.teacher)))

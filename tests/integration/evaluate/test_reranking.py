@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
 from transformers import AutoModelForSequenceClassification
@@ -200,3 +202,57 @@ def test_what_is_mined_has_the_best_first_and_no_text_twice(
     (group,) = rows_of(out)
     assert group["positive"] == [other, answer]
     assert answer not in group["negative"]
+
+
+@pytest.mark.parametrize("lacking", ["classifier.weight", "classifier.bias"])
+def test_a_head_that_is_not_whole_is_refused_everywhere(
+    tmp_path: Path, models: Models, file: Path, command: Command, lacking: str
+) -> None:
+    """Transformers would draw what is missing at random, or drop what is left."""
+    folder = save_teacher(tmp_path / "reranker", head="sequences", num_labels=1)
+    weights = load_file(folder / "model.safetensors")
+    del weights[lacking]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ranking = ("--retrieval", file, "--first-stage", models[0], "--max-length", 32)
+    command.fails("rerank", folder, *ranking, code=1, says=f"{lacking} is not among its weights")
+    corpus = write_corpus(tmp_path / "corpus.txt", 8)
+    words = ("trim", folder, "--corpus", corpus, "--out", tmp_path / "out")
+    command.fails(*words, code=1, says=("lacks a part of its head", lacking))
+    words = ("truncate", "--teacher", folder, "--layers", "0,1", "--out", tmp_path / "out")
+    command.fails(*words, code=1, says=("lacks a part of its head", lacking))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_finds_no_negative_writes_nothing(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    words = ("mine", models[0], "--retrieval", file, "--max-length", 32, "--out", tmp_path / "groups.jsonl")
+    command.fails(*words, "--margin", 0.99, code=2, says=("no query has a hard negative", "--margin 0.99"))
+    assert not (tmp_path / "groups.jsonl").exists()
+
+
+@pytest.mark.parametrize("option", ["--retrieval", "--qrels", "--queries"])
+def test_a_pipe_is_no_retrieval_data(tmp_path: Path, models: Models, command: Command, option: str) -> None:
+    pipe = tmp_path / ("pipe.tsv" if option == "--qrels" else "pipe.jsonl")
+    os.mkfifo(pipe)
+    (tmp_path / "qrels.tsv").write_text("q\td\t1\n")
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"_id": "d", "text": "ba"}) + "\n")
+    given = {"--queries": tmp_path / "corpus.jsonl", "--corpus": tmp_path / "corpus.jsonl"}
+    given |= {"--qrels": tmp_path / "qrels.tsv", option: pipe}
+    words = (
+        ("--retrieval", pipe)
+        if option == "--retrieval"
+        else [part for pair in given.items() for part in pair]
+    )
+    asked = ("embeddings", models[0], "--max-length", 32, *words)
+    command.fails(*asked, code=1, says="it is not a regular file")
+
+
+def test_retrieval_data_of_other_kinds_are_named(tmp_path: Path, models: Models, command: Command) -> None:
+    table = tmp_path / "questions.csv"
+    table.write_text("question,answer\nba,be\n")
+    words = ("embeddings", models[0], "--max-length", 32, "--retrieval")
+    command.fails(*words, table, code=1, says=("neither a .jsonl file", "Convert it"))
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("q 0 d 1\n")
+    command.fails(*words, tmp_path, code=1, says=("q 0 d 1", "TREC's second column"))

@@ -1,5 +1,6 @@
 """What objectives ask of caches and shapes, what they refuse, and what students begin with."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.train.config import with_preset
 from tests.conftest import Command
 from tests.integration.objectives.conftest import settings, trainer_of
 from tests.support import World, save_teacher
@@ -156,3 +158,64 @@ def test_seeds_of_students_are_those_of_their_projections_too(words: World) -> N
 def test_bottlenecks_have_vectors_of_their_own_width(words: World, command: Command) -> None:
     say = ("train", words.root / "cache", "--objective", "minilmv2", "--steps", 1, "--arch", "3x32:b12")
     command.fails(*say, "--relation-heads", 8, code=2, says="width 12 is not divisible by 8 relation heads")
+
+
+def test_settings_without_an_effect_are_refused(world: World, command: Command) -> None:
+    world.dump(codec="none", first_hidden="all")
+    train = ("train", world.root / "cache", "--arch", "2x32", "--objective", "bert-pkd", "--out")
+    for option, value, says in (
+        ("--temperature", 3, "--temperature 3: this cache has no logits"),
+        ("--patience", 0, "--patience 0 leaves nothing to learn"),
+        ("--patience", 1e9, "--patience 1000000000.0: give at most"),
+        ("--temperature", 1e-40, "--temperature"),
+    ):
+        command.fails(*train, world.root / "run", option, value, code=2, says=says)
+    for loss in ("cosine=", "cosine=1000000", "cosine=0"):
+        words = ("train", world.root / "cache", "--arch", "2x32", "--objective", "embedding", "--loss", loss)
+        command.fails(*words, code=2, says="with a weight like similarity=10")
+    both = ("--first", "embedding+minilm", "--objective", "minilm+embedding")
+    command.fails(
+        "train", world.root / "cache", "--arch", "2x32", *both, code=2, says="is the objective itself"
+    )
+
+
+def test_a_preset_keeps_its_relation_heads_among_several_objectives() -> None:
+    given = {"objective": "minilmv2+embedding"}
+    assert with_preset("minilmv2", given)["relation_heads"] == 48
+    assert "relation_heads" not in with_preset("minilmv2", {"objective": "minilm"})
+
+
+def test_teachers_of_several_labels_are_refused_and_values_stay_values(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    teacher = save_teacher(tmp_path / "labels", head="sequences", num_labels=3)
+    edited = json.loads((teacher / "config.json").read_text()) | {
+        "problem_type": "multi_label_classification"
+    }
+    (teacher / "config.json").write_text(json.dumps(edited))
+    words = (
+        "dump",
+        "--teacher",
+        teacher,
+        "--corpus",
+        world.corpus,
+        "--max-length",
+        32,
+        "--out",
+        tmp_path / "no",
+    )
+    command.fails(
+        *words,
+        "--for",
+        "tinybert-prediction",
+        "--packing",
+        "records",
+        code=2,
+        says="gives several labels to a text",
+    )
+
+    value = save_teacher(tmp_path / "value", head="sequences", num_labels=1)
+    told = World(tmp_path, value, world.corpus)
+    told.dump(codec="none", logits=True, packing="records")
+    run = told.train("run", objective="score", steps=1)
+    assert json.loads((run.student_path("1x32") / "config.json").read_text())["problem_type"] == "regression"

@@ -223,3 +223,12 @@ def test_ground_truth_is_mixed_into_the_targets_of_mlm_kd(share: float) -> None:
     expected = -(target * own.log_softmax(-1)).sum(-1).mean()
 
     agree(MaskedObjective(1.0, share), Reading([], {}, own), batch, expected, [own])
+
+
+def test_a_squared_error_has_no_temperature() -> None:
+    """T squared undoes what dividing logits by T takes from a cross-entropy, and from nothing else."""
+    pairs = [LayerPair(0, 0)]
+    for form, of_number, of_classes in (("authors", 0.7, 0.7 * 100 / CLASSES), ("paper", 1, 1)):
+        patience = Patience.of(TrainConfig(arch=("2x16",), objective="bert-pkd", form=form))
+        assert PatientObjective(pairs, patience, 1).weights["prediction"] == pytest.approx(of_number)
+        assert PatientObjective(pairs, patience, CLASSES).weights["prediction"] == pytest.approx(of_classes)

@@ -278,3 +278,45 @@ def test_a_teacher_with_a_window_has_a_finite_loss_at_every_length(method: Metho
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
         for own, other in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+
+
+def window(reach: int) -> Tensor:
+    position = torch.arange(SIZE)
+    return ((position[:, None] - position).abs() <= reach)[None, None]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [lambda vectors, kind: VectorRows(vectors, kind), dense, without_base])
+@pytest.mark.parametrize(("own", "theirs"), [(4, 4), (9, 4)], ids=["same", "wider"])
+def test_attention_of_a_window_is_compared_on_that_window(
+    own: int, theirs: int, rows: Callable[[Vectors, RelationKind], RowTargets], method: Method
+) -> None:
+    """The oracle is torch's own softmax behind the student's mask, and `F.kl_div`'s gradient."""
+    kind = RelationKind.ATTENTION
+    teacher = random_vectors(0, 16, window(theirs))
+    student = random_vectors(1, 8, window(own))._replace(is_windowed=True)
+    query = student.query.clone().requires_grad_()
+    student = student._replace(query=query)
+    targets = rows(teacher, kind)
+    valid = torch.arange(SIZE) < LENGTHS[:, None]
+    target = to_dense(targets, LENGTHS, SIZE)
+    shown = (window(own) | (target > 0)) & valid[:, None, None, :]
+    scores = (query @ student.key.transpose(-1, -2)) * student.scaling
+    log_student = scores.masked_fill(~shown, -1e300).log_softmax(-1)
+    each = functional.kl_div(log_student, target, reduction="none").masked_fill(~shown, 0).sum(-1)
+    expected = (each.masked_fill(~valid[:, None], 0).sum((0, 2)) / LENGTHS.sum()).mean()
+    (wanted,) = torch.autograd.grad(expected, query)
+    entropy = mean_row_entropy(target, LENGTHS)
+    found = relation_loss(student, kind, targets=Targets(targets, entropy), lengths=LENGTHS, method=method)
+    (gradient,) = torch.autograd.grad(found, query)
+    assert torch.allclose(gradient, wanted, atol=1e-9)
+    if method == "dense":
+        assert found.item() == pytest.approx(expected.item(), abs=1e-9)
+
+
+def test_a_student_that_is_its_teacher_has_no_loss_behind_a_window() -> None:
+    teacher = random_vectors(0, 16, window(4))._replace(is_windowed=True)
+    rows = dense(teacher, RelationKind.ATTENTION)
+    targets = Targets(rows, mean_row_entropy(to_dense(rows, LENGTHS, SIZE), LENGTHS))
+    loss = relation_loss(teacher, RelationKind.ATTENTION, targets=targets, lengths=LENGTHS, method="dense")
+    assert float(loss) == pytest.approx(0, abs=1e-9)

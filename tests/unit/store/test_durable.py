@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier
 
@@ -370,3 +371,15 @@ def test_a_new_folder_replaces_nothing_that_has_come_meanwhile(tmp_path: Path) -
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(InvalidConfigError):
         refuse_existing(link)
+
+
+def test_a_file_that_must_not_exist_is_not_replaced_by_who_comes_second(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    slow = ExitStack()
+    slow.enter_context(new_file(path, replaces=False)).write(b"mine")
+    with new_file(path, replaces=False) as fast:
+        fast.write(b"theirs")
+    with pytest.raises(FileExistsError):
+        slow.close()
+    assert path.read_bytes() == b"theirs"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
