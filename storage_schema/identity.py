@@ -307,8 +307,8 @@ class CacheIdentity(StoredModel):
     def _relations_go_with_the_codec(self) -> "CacheIdentity":
         if bool(self.relations) == isinstance(self.codec, VectorsParameters | NoRelationsParameters):
             raise ValueError("codecs `vectors` and `none` store no relations, and every other codec does")
-        if self.relations not in ((), (RelationKind.ATTENTION, RelationKind.VALUE)):
-            raise ValueError("relations are `attention` and `value`, in this order, or none")
+        if len({*self.relations}) < len(self.relations):
+            raise ValueError("a relation is named twice")
         if self.has_relations != bool(self.layers):
             raise ValueError("codec `none` has no layers, and every other codec has some")
         if self.is_causal and not self.has_relations:

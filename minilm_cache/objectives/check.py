@@ -88,6 +88,12 @@ def choose_objective(
         config, wanted.layers, held=cache.layers, codec=identity.codec.name, place=str(cache.reader.root)
     )
     _check_signals(config, manifest.identity.states, wanted)
+    lacking = [kind for kind in wanted.kinds if kind not in (identity.relations or wanted.kinds)]
+    if lacking:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs relation {lacking[0]}, and this cache stores "
+            f"{' and '.join(identity.relations)} alone. Dump the teacher again."
+        )
     if LOGITS in wanted.signals:
         document = json.loads(cache.reader.attachment(TEACHER_CONFIG))
         refuse_several_labels(document.get("problem_type"), f"--objective {config.objective}: the teacher")

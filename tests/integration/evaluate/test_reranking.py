@@ -216,10 +216,9 @@ def test_a_head_that_is_not_whole_is_refused_everywhere(
     ranking = ("--retrieval", file, "--first-stage", models[0], "--max-length", 32)
     command.fails("rerank", folder, *ranking, code=1, says=f"{lacking} is not among its weights")
     corpus = write_corpus(tmp_path / "corpus.txt", 8)
-    words = ("trim", folder, "--corpus", corpus, "--out", tmp_path / "out")
-    command.fails(*words, code=1, says=("lacks a part of its head", lacking))
-    words = ("truncate", "--teacher", folder, "--layers", "0,1", "--out", tmp_path / "out")
-    command.fails(*words, code=1, says=("lacks a part of its head", lacking))
+    for words in (("trim", folder, "--corpus", corpus), ("truncate", "--teacher", folder, "--layers", "0,1")):
+        says = ("lacks a part of its head", lacking)
+        command.fails(*words, "--out", tmp_path / "out", code=1, says=says)
     assert not (tmp_path / "out").exists()
 
 
