@@ -63,10 +63,10 @@ class TransformCode:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every code stands for finite numbers: a stranger's steps may be of any size."""
+        """Whether codes stand for numbers whose products are finite: a stranger's steps may be of any size."""
         reach = (MAX_CODE * self.step.double()[:, None] * self.basis.double().abs()).sum(0)
         greatest = float((self.mean.double().abs() + reach).max()) if self.mean.numel() else 0.0
-        return bool((self.step > 0).all()) and greatest < torch.finfo(torch.float32).max
+        return bool((self.step > 0).all()) and greatest < torch.finfo(torch.float32).max ** 0.5
 
     def to(self, device: torch.device) -> "TransformCode":
         """Return the same code on a device."""

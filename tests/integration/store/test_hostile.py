@@ -133,8 +133,14 @@ def with_column(table: pa.Table, name: str, values: list[object]) -> pa.Table:
         lambda table: with_column(table, "length", [2**30] * len(table)),
         lambda table: with_column(table, "entropy_value", [float("nan")] * len(table)),
         lambda table: with_column(table, "sequence", [None] * len(table)),
+        lambda table: with_column(table, "entropy_value", [1e30] * len(table)),
+        lambda table: with_column(table, "entropy_attention", [-1.0] * len(table)),
+        lambda table: with_column(table, "document", [-(2**62)] * len(table)),
     ],
-    ids=["fewer", "many", "no offset", "more columns", "offsets", "lengths", "entropy", "nulls"],
+    ids=[
+        *("fewer", "many", "no offset", "more columns", "offsets", "lengths", "entropy", "nulls"),
+        *("large entropy", "entropy below 0", "document"),
+    ],
 )
 def test_tables_that_lie(world: World, command: Command, change: Callable[[pa.Table], pa.Table]) -> None:
     cache = world.dump().path
@@ -250,3 +256,40 @@ def test_a_neighbour_that_cannot_be_read_does_not_stand_in_the_way(world: World)
         (world.home / "caches" / name / "manifest.json").write_bytes(content)
 
     assert newest_cache(world.home) == good
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", 3e38), ("step", -1.0), ("mean", 3e38)])
+def test_steps_of_any_size_are_no_code(world: World, command: Command, name: str, value: float) -> None:
+    cache = world.dump(codec="vectors").path
+    path = f"vectors/2/{name}/c/0"
+    values = np.full(len((cache / path).read_bytes()) // 4, value, "<f4")
+    replace_in_manifest(cache, path, values.tobytes())
+    words = ("train", cache, "--arch", "1x16", "--steps", 1, "--out", world.root / "run")
+    command.fails(*words, code=1, says="vectors/2 are no code of finite numbers")
+    assert command("verify", cache, "--full")[0] == 3
+
+
+def test_metadata_of_arrays_that_are_not_there_is_refused(world: World, command: Command) -> None:
+    cache = world.dump().path
+    (cache / "evil").mkdir()
+    replace_in_manifest(cache, "evil/zarr.json", b"anything")
+    for words in (("info", cache), ("train", cache, "--arch", "1x16")):
+        command.fails(*words, code=1, says=("evil/zarr.json", "no file of the format"))
+    assert command("verify", cache)[0] == 3
+
+
+def test_metadata_of_another_meaning_and_the_same_size_is_found_at_once(
+    world: World, command: Command
+) -> None:
+    cache = world.dump().path
+    file = cache / "tokens/zarr.json"
+    file.write_text(file.read_text().replace("uint16", "uint32"))
+    assert command("verify", cache)[0] == 3
+
+
+def test_a_cache_without_a_relation_trains_nothing(world: World, command: Command) -> None:
+    cache = world.dump(codec="dense").path
+    manifest = json.loads((cache / "manifest.json").read_text())
+    manifest["identity"]["relations"] = ["attention", "attention"]
+    write_document(cache / "manifest.json", manifest)
+    command.fails("train", cache, "--arch", "1x16", code=1, says="manifest.json")

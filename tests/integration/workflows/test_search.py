@@ -346,3 +346,50 @@ def test_latency_is_that_of_a_pass_in_torch(cache: Path, tmp_path: Path, command
     assert 0 < result["latency_ms"] < 1000
     with pytest.raises(InvalidConfigError, match="give one"):
         validated(SearchConfig, {"max_latency_ms": 1, "speedup": 1})
+
+
+def test_losses_of_other_depths_have_no_order(world: World, tmp_path: Path, command: Command) -> None:
+    cache = world.dump(**{"for": "tinybert"}, codec="vectors").path
+    words = ("search", cache, "--objective", "tinybert", "--max-parameters", "1M", "--out", tmp_path / "out")
+    sizes = ("--widths", 32, "--steps", 9, "--batch-size", 4, "--device", "cpu")
+    says = ("--objective tinybert compares other layers", "such as 1")
+    command.fails(*words, *sizes, "--layers", "1,2", code=2, says=says)
+
+
+def test_what_is_learned_first_is_learned_once(world: World, tmp_path: Path) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    cache = world.dump(**{"for": "minilm,embedding"}, codec="vectors").path
+    config = validated(
+        SearchConfig, {"max_parameters": 10**6, "layers": "1,2", "widths": "32", "every": True}
+    )
+    train = {"objective": "embedding", "first": "minilm", "first_steps": 2, "steps": 6, "batch_size": 4}
+    session = Session(tmp_path / "home")
+    search(config, {**train, "device": "cpu"}, cache, out=tmp_path / "out", session=session)
+    first = sorted(path.name for path in (tmp_path / "out").glob("*-first"))
+    assert first == ["round-1-first"]
+
+
+def test_a_winner_that_is_not_what_was_asked_for_is_named(
+    cache: Path, tmp_path: Path, command: Command
+) -> None:
+    found(
+        command,
+        cache,
+        tmp_path / "out",
+        "--max-latency-ms",
+        1e4,
+        "--layers",
+        1,
+        "--widths",
+        "16,32",
+        "--every",
+    )
+    record = SearchRecord.model_validate_json((tmp_path / "out/search.json").read_text())
+    name = next(iter(record.rounds[-1].losses))
+    assert record.doubts(name, 1.0) == []
+    (slow,) = record.doubts(name, 2e4)
+    assert "above the budget of 10000.00 ms" in slow
+    worse = record.model_copy(
+        update={"rounds": (*record.rounds, Round(run="round-9", steps=9, losses={name: 1e6}))}
+    )
+    assert "ended at a loss of 1000000.0000" in worse.doubts(name, 1.0)[0]

@@ -29,6 +29,8 @@ from tests.support import World
         ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
         ({"seed": " [0, one]"}, "line 12, seed.1: give a whole number"),
         ({"seed": " [-1]"}, "seed: give at least 0"),
+        ({"seed": " [010]"}, "line 12: YAML reads 010 as 8"),
+        ({"seed": " [1:30]"}, "line 12: YAML reads 1:30 as 90"),
         ({"arch": " {a: 1}"}, "line 11, arch: give a list"),
         ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
         ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 is not divisible by 4 heads"),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
-from minilm_cache.workflows.study import run_study
+from minilm_cache.workflows.study import check_study, run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_study import document
@@ -225,3 +225,49 @@ def test_weights_that_a_run_has_not_written_are_seen(world: World, command: Comm
     own.write_text('{"question": "ba be", "answer": "bi bo"}\n')
     measured = ("--retrieval", own, "--max-length", 32)
     command.fails("embeddings", world.teacher, run, *measured, code=1, says=says)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ("teacher_layer: 9", "the dump stores layer 2"),
+        ("batches: by-query", "for pairs of texts"),
+        ("device: 'cuda:3'", "each task sees its own GPUs"),
+    ],
+)
+def test_a_cluster_is_asked_for_nothing_that_settings_refuse(world: World, train: str, says: str) -> None:
+    study = read_study(document(world, train=f" {{steps: 2, {train}}}"))
+    with pytest.raises(InvalidConfigError, match=says):
+        check_study(study, world.root / "shapes", Session(world.home), here=False)
+
+
+def test_a_folder_of_another_shape_is_refused_before_anything_is_made(world: World, command: Command) -> None:
+    cache = world.dump("ready").path
+    asked = ("--arch", "1x16:ff32", "--steps", 1, "--batch-size", 4, "--device", "cpu")
+    assert command("train", cache, *asked, "--out", world.root / "begun")[0] == 0
+    begun = world.root / "begun/students" / "1x16-ff32"
+    study = document(world, **SMALL | {"init": f" [{begun}]", "arch": " [1x16]"})
+    command.fails("study", study, "--dry-run", code=2, says=("intermediate_size is 32", "has 64"))
+
+
+def test_batches_that_a_cache_cannot_fill_are_refused_before_the_first_pass(
+    world: World, command: Command
+) -> None:
+    train = "\n  steps: 2\n  batch_size: 4096\n  device: cpu"
+    study = document(world, **SMALL | {"train": train, "seed": " [0]"})
+    command.fails("study", study, code=2, says="--batch-size 4096: the cache has")
+    assert not (world.root / "shapes/runs").exists()
+
+
+def test_weights_that_changed_since_a_pass_are_seen_at_once(world: World, command: Command) -> None:
+    cache = world.dump("ready").path
+    asked = ("--arch", "1x16", "--steps", 1, "--batch-size", 4, "--device", "cpu", "--out")
+    assert command("train", cache, *asked, world.root / "begun")[0] == 0
+    shutil.copytree(world.root / "begun/students/1x16", world.root / "start")
+    given = SMALL | {"init": " [start]", "arch": " [1x16]"}
+    assert command("study", document(world, **given))[0] == 0
+    assert command("train", cache, *asked, world.root / "other", "--seed", 1)[0] == 0
+    shutil.copytree(world.root / "other/students/1x16", world.root / "start", dirs_exist_ok=True)
+    study = document(world, **given | {"seed": " [1, 0]"})
+    command.fails("study", study, "--dry-run", code=1, says="differs in init")
+    assert not list((world.root / "shapes/runs").glob("*-s1*"))
