@@ -63,7 +63,7 @@ class TransformCode:
 
     @property
     def is_sound(self) -> bool:
-        """Whether codes stand for numbers whose products are finite: a stranger's steps may be of any size."""
+        """Whether codes stand for numbers of finite products; a stranger's steps may be of any size."""
         reach = (MAX_CODE * self.step.double()[:, None] * self.basis.double().abs()).sum(0)
         greatest = float((self.mean.double().abs() + reach).max()) if self.mean.numel() else 0.0
         return bool((self.step > 0).all()) and greatest < torch.finfo(torch.float32).max ** 0.5

@@ -194,8 +194,8 @@ class ObjectiveConfig(ObjectiveFields):
     """What students learn: the settings that `train`, `chain` and `study` share."""
 
     first: ObjectiveName | None = None
-    """Objective that students learn before this one, from the same cache, like minilm before embedding. None
-    means none."""
+    """Objective that students learn before this one, from the same cache, like minilm before embedding, with
+    the defaults of its own objective and a rate of 1e-3. None means none."""
     first_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps of `--first`, in batches of the same size. None means the value of `--steps`."""
     label_column: Annotated[str, Field(min_length=1, max_length=256)] = "label"
