@@ -63,6 +63,7 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
             f"corpus {path} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
         )
     if path.is_file():
+        _refuse_large_letters(path)
         if path.suffix not in KNOWN:
             raise CorpusError(
                 f"corpus {path} has the ending {path.suffix!r}; known are {', '.join(KNOWN)}. "
@@ -81,6 +82,8 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
                 f"{judgements.parent / (others or ['train.tsv'])[0]}."
             )
         return [judgements]
+    for file in _visible(path):
+        _refuse_large_letters(file)
     files = [file for file in _visible(path) if _is_text(file) and not judged_files(file)]
     broken = next((file for file in files if not file.exists()), None)
     if broken is not None:
@@ -91,6 +94,14 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
             "folders are not read."
         )
     return files
+
+
+def _refuse_large_letters(file: Path) -> None:
+    """Raise CorpusError for a file that would be passed over because its ending is in capital letters."""
+    if file.suffix not in KNOWN and file.suffix.lower() in KNOWN:
+        raise CorpusError(
+            f"corpus {file}: endings are in small letters. Rename it to {file.stem}{file.suffix.lower()}."
+        )
 
 
 def judged_files(file: Path) -> list[Path]:

@@ -178,7 +178,13 @@ def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
 
 
 def _write_tokenizer(reader: CacheReader, folder: Path) -> None:
-    """Write the files of the tokenizer that a cache holds."""
+    """Write the files of the tokenizer that a cache holds.
+
+    Raises:
+        CacheCorruptError: it holds none.
+    """
+    if not any(f"{TEACHER_FOLDER}/{name}" in reader.manifest.files for name in TOKENIZER_FILES):
+        raise CacheCorruptError(f"{reader.root} holds no tokenizer. {REMEDY}")
     for name in TOKENIZER_FILES:
         path = f"{TEACHER_FOLDER}/{name}"
         if path in reader.manifest.files:

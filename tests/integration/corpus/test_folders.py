@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from minilm_cache.corpus.formats import corpus_files
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from tests.conftest import Command
@@ -62,3 +63,12 @@ def test_packed_pairs_are_refused_in_their_own_words(world: World, command: Comm
     asked = ("--teacher", world.teacher, "--corpus", world.corpus, "--packing", "packed")
     says = "--packing packed does not go with --pair-columns"
     command.fails("dump", *asked, "--pair-columns", "a,b", code=2, says=says)
+
+
+@pytest.mark.parametrize("name", ["A.TXT", "b.Jsonl"])
+def test_an_ending_in_capital_letters_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("ba be")
+    (tmp_path / name).write_text("bi bo")
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(CorpusError, match="endings are in small letters. Rename it"):
+            corpus_files(place)
