@@ -70,5 +70,5 @@ def test_an_ending_in_capital_letters_is_not_passed_over(tmp_path: Path, name: s
     (tmp_path / "a.txt").write_text("ba be")
     (tmp_path / name).write_text("bi bo")
     for place in (tmp_path, tmp_path / name):
-        with pytest.raises(CorpusError, match="endings are in small letters. Rename it"):
+        with pytest.raises(CorpusError, match="endings are in small letters"):
             corpus_files(place)
