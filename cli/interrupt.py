@@ -101,6 +101,9 @@ def _watch(seen: int, over: threading.Event) -> None:
         if stops:
             note_stop()
         if num_seen > 1 and not over.wait(_PATIENCE_S):
-            print_from_signal("error: interrupted at once. What was written before is kept, nothing else.")
+            print_from_signal(
+                "error: interrupted at once. What was written before is kept. Run the same command again to "
+                "go on."
+            )
             os._exit(InterruptedRunError.exit_code)
     os.close(seen)

@@ -141,7 +141,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         code = InterruptedRunError.exit_code
     if code == InterruptedRunError.exit_code:  # typer itself catches a KeyboardInterrupt of a command
-        message = "interrupted at once. Shards and states that were written before are kept, nothing else."
+        message = "interrupted at once. What was written before is kept. Run the same command again to go on."
         return _fail(arguments, ErrorKind.INTERRUPTED, message=message, exit_code=code)
     return int(code or 0)
 

@@ -384,6 +384,7 @@ def task_stages() -> str:
 _TEACHER: Final = "teacher, as it is"
 _WAYS: Final = {
     "fine-tuned alone": "fine-tuned alone",
+    "fine-tuned alone, as long": "as long",
     "relations, then fine-tuned": "after relations",
     "vectors, then fine-tuned": "after vectors",
     "task stage": "task stage",

@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -179,6 +180,12 @@ def _words(rows: _Bytes, *, fill: int) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(rows).view(np.uint64)
 
 
+_CHECKED_ROWS: Final = 4096
+"""Tokens whose rows are summed at once, to save memory."""
+_ROUNDED: Final = 0.02
+"""How far a row's sum may be from 1, having been rounded to float16."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseCodec(RowsCodec):
     """Every column of every row; rows are padded to `max_length` columns."""
@@ -207,11 +214,14 @@ class DenseCodec(RowsCodec):
         return {"probability": padded.transpose(1, 2)}
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Raise CacheCorruptError for values that are not probabilities."""
+        """Raise CacheCorruptError for values that are no probabilities, or rows that do not sum to 1."""
         del lengths
         least, greatest = rows["probability"].aminmax()
         if not (float(least) >= 0 and float(greatest) <= 1):  # so that NaN fails, too
             raise CacheCorruptError(f"a stored row holds a value that is not a probability. {NOT_OURS}")
+        for part in rows["probability"].split(_CHECKED_ROWS):
+            if float((part.float().sum(-1) - 1).abs().max()) > _ROUNDED:
+                raise CacheCorruptError(f"a stored row of probabilities does not sum to 1. {NOT_OURS}")
 
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
         """Return the rows as float32, cut to the batch's padded length."""

@@ -162,8 +162,8 @@ def _raise_if_different(path: Path | str, again: "Recheck") -> None:
     """Raise VerificationError if teacher or corpus are others, or give other relations, states or tokens."""
     if again.identity:
         raise VerificationError(
-            f"{path} was made from something else: {', '.join(again.identity)} differ. Give the teacher and "
-            "the corpus that `minilm-cache info` shows, or do not trust this cache."
+            f"{path} was not made from this teacher and text: they differ in {', '.join(again.identity)}. "
+            "Give the ones that `minilm-cache info` shows, or do not trust this cache."
         )
     if again.wrong_states:
         raise VerificationError(

@@ -25,7 +25,7 @@ entry.main()
     ("module", "line"),
     [
         ("typer", "error: interrupted before anything began.\n"),
-        ("torch", "error: interrupted at once. Shards and states that were written before are kept"),
+        ("torch", "error: interrupted at once. What was written before is kept"),
     ],
 )
 def test_an_interrupt_of_the_start_is_one_line(module: str, line: str) -> None:

@@ -51,8 +51,8 @@ def test_what_the_cache_records_of_teacher_and_text_is_repeated(
     words = ("verify", path, "--teacher", "org/teacher", "--corpus", texts)
     code, _, err = command(*words)
     assert code == 0, err
-    command.fails(*words, "--revision", "main", code=3, says="the teacher's weights_sha256 differ")
-    command.fails(*words, "--text-column", "text", code=3, says="the corpus differ")
+    command.fails(*words, "--revision", "main", code=3, says="differ in the teacher's weights_sha256")
+    command.fails(*words, "--text-column", "text", code=3, says="differ in the corpus")
     command.fails("verify", path, "--revision", "v1", code=2, says="go with --teacher")
     (world.root / "hub/models--org--teacher/refs/main").unlink()
     assert command(*words)[0] == 0, "the default revision is not asked for"
@@ -95,9 +95,9 @@ def other_shape(world: World) -> None:
 @pytest.mark.parametrize(
     ("swap", "says"),
     [
-        (swapped_weights, "the teacher's weights_sha256 differ"),
-        (swapped_tokenizer, "the tokenizer differ"),
-        (swapped_corpus, "the corpus differ"),
+        (swapped_weights, "differ in the teacher's weights_sha256"),
+        (swapped_tokenizer, "differ in the tokenizer"),
+        (swapped_corpus, "differ in the corpus"),
         (other_shape, "the teacher's num_layers"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_was_swapped_is_named(world: World, command: Command, swap: object,
     command.fails(
         *("verify", path, "--teacher", world.teacher, "--corpus", world.corpus),
         code=3,
-        says=("was made from something else", says),
+        says=("was not made from this teacher and text", says),
     )
 
 

@@ -106,6 +106,7 @@ def rewritten(manifest: CacheManifest, path: str, rows: np.ndarray[Any, Any]) ->
         ("tokens/c/1", 60_000, {}, "token ids outside the vocabulary"),
         ("relations/value/probability/c/1/0/0", np.nan, {"codec": "dense"}, "not a probability"),
         ("relations/value/probability/c/1/0/0", -1, {"codec": "dense"}, "not a probability"),
+        ("relations/value/probability/c/1/0/0", 1, {"codec": "dense"}, "does not sum to 1"),
     ],
 )
 def test_rows_that_no_codec_writes(
