@@ -42,6 +42,7 @@ from minilm_cache.train.run import TrainResult
 MAX_LENGTH: Final = 128
 QUERIES: Final = 300
 """Questions of the other articles that are ranked, evenly spaced."""
+TIMED_QUERIES: Final = 60
 CANDIDATES: Final = 30
 LEARNED: Final = 2
 """Every so many questions of the first articles are learned from."""
@@ -154,10 +155,19 @@ def _measure(folders: dict[str, Path], home: Path, session: Session, *, retrieve
     add_to_result("rerankers", rows=rows, settings=settings, recipe=_RECIPE, cpu=cpu())
 
 
-def rank(models: Sequence[str], home: Path, *, session: Session) -> Sequence[RerankScores]:
-    """Return the scores of the first stage and of cross-encoders on questions of the other articles."""
+def rank(
+    models: Sequence[str], home: Path, *, session: Session, most: int | None = None
+) -> Sequence[RerankScores]:
+    """Return the scores of the first stage and of cross-encoders on questions of the other articles.
+
+    Args:
+        models: names or folders of the cross-encoders.
+        home: folder of the questions.
+        session: shows progress.
+        most: maximum number of questions. None means all of them.
+    """
     settings = {"retrieval": home / "test", "max_length": MAX_LENGTH, "first_stage": MINI}
-    config = validated(RerankConfig, {**settings, "candidates": CANDIDATES})
+    config = validated(RerankConfig, {**settings, "candidates": CANDIDATES, "max_queries": most})
     return compare_rerankers(config, models, session=session)
 
 
@@ -174,7 +184,7 @@ def _time(data: Path, home: Path, session: Session) -> None:
     """Add the pairs that the teacher and a student of each shape score in a second."""
     run = trained(BY_SCORE, data, home, session=session)
     folders = {"teacher": home / "teacher", **{arch: run.student_path(arch) for arch in _ARCHS}}
-    measured = rank(list(map(str, folders.values())), home, session=session)[1:]
+    measured = rank(list(map(str, folders.values())), home, session=session, most=TIMED_QUERIES)[1:]
     rates = {name: row.pairs_per_s for name, row in zip(folders, measured, strict=True)}
     add_to_result("rerankers", pairs_per_s=rates)
 
