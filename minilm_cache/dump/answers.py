@@ -173,7 +173,7 @@ def _matrix(column: pa.Array, file: str, *, first: int, width: int | None) -> np
         )
     if not (pa.types.is_integer(column.type.value_type) or pa.types.is_floating(column.type.value_type)):
         raise CorpusError(
-            f"{file}: the vectors are lists of {column.type.value_type}, not of numbers. Store floats."
+            f"{file}: the vectors are lists of {column.type.value_type}, not lists of numbers. Store floats."
         )
     if column.null_count:
         row = first + pc.index(column.is_null(), True).as_py()

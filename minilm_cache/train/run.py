@@ -342,7 +342,7 @@ class _Run:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
             for trainer in trainers:  # machines may round a fit differently, and replicas must not differ
                 ranks.share_first(trainer.learner.objective.parameters())
-            for names in same_students(trainers):
+            for names in same_students(trainers, config):
                 session.progress.note(
                     f"{names}: students that begin with the same weights, and drop nothing out, end with the "
                     "same ones, whatever their seeds. Leave one out"

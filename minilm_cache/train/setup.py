@@ -235,16 +235,17 @@ def _name_classes(config: PreTrainedConfig, names: Mapping[int, str], num_classe
         config.label2id = {name: number for number, name in names.items()}
 
 
-def same_students(trainers: Sequence[StudentTrainer]) -> list[str]:
+def same_students(trainers: Sequence[StudentTrainer], config: TrainConfig) -> list[str]:
     """Return the names of students that would end as another one does: nothing of them is drawn.
 
     Args:
         trainers: students with their initial weights.
+        config: settings of the run.
     """
     same, different = list[str](), list[StudentTrainer]()
     for trainer in trainers:
-        settings = trainer.model.model.config.to_dict()
-        if any(value for name, value in settings.items() if "drop" in name and isinstance(value, float)):
+        shares = [value for name, value in trainer.model.model.config.to_dict().items() if "drop" in name]
+        if config.dropout != "none" and any(isinstance(share, float) and share > 0 for share in shares):
             continue
         twin = next((other for other in different if _has_same_weights(other, trainer)), None)
         if twin is None:

@@ -46,7 +46,7 @@ MISTAKES = {
     "embeddings mini --retrieval questions.jsonl --corpus nosuch.txt": "corpus nosuch.txt does not exist",
     "embeddings mini --retrieval questions.jsonl --documents lines": "go with --corpus",
     "mine mini --retrieval groups.jsonl --out o.jsonl": "groups.jsonl, line 1 has no text 'question'",
-    "rerank nosuch --retrieval notes.txt --first-stage mini": "nosuch",
+    "rerank nosuch --retrieval empty --first-stage mini": "nosuch",
     "speed mini nosuch": "nosuch",
     "verify nosuch": "no cache at nosuch",
     "verify run": "manifest.json is not there. It is a run",

@@ -197,7 +197,7 @@ def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, comm
     command.fails(*say, "--hidden", "9", code=2, says="hidden states 0 (the output of its embeddings) to 3")
     command.fails(*say, "--hidden", "last,1", code=2, says="give last, all")
     command.fails(*say, "--label-k", 4, code=2, says="--label-k needs --labels")
-    command.fails(*say, "--max-error", 0.1, code=2, says="--max-error goes with --hidden")
+    command.fails(*say, "--max-error", 0.1, code=2, says="--max-error needs --hidden")
     command.fails(
         *say,
         "--for",

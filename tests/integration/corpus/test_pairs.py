@@ -125,7 +125,7 @@ def test_the_second_text_alone_is_cut_where_that_is_asked_for(world: World, comm
 
 def test_what_is_cut_is_about_pairs_and_never_about_a_query(world: World, command: Command) -> None:
     words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", "32")
-    command.fails(*words, "--truncation", "only_second", code=2, says="goes with --pair-columns")
+    command.fails(*words, "--truncation", "only_second", code=2, says="needs --pair-columns")
     rows = [{"query": WORDS[0], "documents": [WORDS[1], WORDS[2]]}]
     world.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     paired = ("--pair-columns", "query,documents", "--truncation")
@@ -352,7 +352,7 @@ def test_records_that_are_no_pairs_are_one_line(world: World, command: Command) 
     text = world.root / "text.txt"
     text.write_text("ba be\n")
     command.fails(*words, "--corpus", text, "--pair-columns", "a,b", code=1, says="no columns")
-    command.fails(*words, "--corpus", text, "--packing", "pairs", code=2, says="goes with --pair-columns")
+    command.fails(*words, "--corpus", text, "--packing", "pairs", code=2, says="needs --pair-columns")
     both = ("--pair-columns", "a,b", "--text-column", "c")
     command.fails(*words, "--corpus", text, *both, code=2, says="give one of them")
     prompted = ("--pair-columns", "a,b", "--prompt", "c ")

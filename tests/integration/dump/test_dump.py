@@ -375,7 +375,7 @@ def test_more_positions_than_the_teacher_has_are_refused(world: World) -> None:
         ({"max_length": 3}, "--max-length 3"),
         ({"shard_tokens": 100}, "--shard-tokens 100 is not a power of two"),
         ({"shard_tokens": 32}, "--shard-tokens 32"),
-        ({"tail": "uniform"}, "--tail goes with"),
+        ({"tail": "uniform"}, "--tail needs --select"),
         ({"codec": "dense", "k": 4}, "--k goes with --codec topk, not with dense"),
         ({"k": 5000, "max_length": 9000}, "--k 5000"),
         ({"rank": 2, "world_size": 2}, "--rank 2 is not below --world-size 2"),

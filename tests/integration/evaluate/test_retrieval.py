@@ -173,7 +173,7 @@ def test_files_of_queries_documents_and_judgements_may_stand_anywhere(
     for lacking in files:
         others = chain.from_iterable(option for option in files.items() if option[0] != lacking)
         command.fails(*start, *others, code=2, says=together)
-    command.fails(*start, *named, "--retrieval", folder, code=2, says="Give one of them")
+    command.fails(*start, *named, "--retrieval", folder, code=2, says="Leave out one of them")
     command.fails(*start, *named, "--text-column", "text", code=2, says="--corpus beside --retrieval")
     files["--qrels"].write_text("Q0\tD99\t1\n")
     command.fails(*start, *named, code=1, says=("right.tsv, line 1", "no document 'D99' in texts.jsonl"))

@@ -248,7 +248,7 @@ def test_relations_of_a_decoder_are_cached_checked_and_learned(
     _, out, _ = command("info", path)
     assert "rows see their past" in out
     objective = "minilmv2" if codec == "vectors" else "minilm"
-    (student,) = world.train("run", objective=objective, **LEARNS).record.students
+    (student,) = world.train("run", objective=objective, **{**LEARNS, "lr": 1e-3}).record.students
     assert student.loss_before is not None
     assert student.loss_after is not None
     assert student.loss_after < student.loss_before

@@ -307,7 +307,7 @@ def test_an_objective_that_the_cache_does_not_serve(world: World, command: Comma
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--codec", "none"), "nothing to store"),
+        (("--codec", "none"), "nothing else is asked for"),
         (("--codec", "none", "--pooled", "--pooling", "mean", "--layers", "all"), "--layers"),
         (("--pooling", "mean"), "--pooling needs --pooled"),
         (("--pooled", "--pooling", "sum"), "--pooling sum"),

@@ -20,7 +20,7 @@ from minilm_cache.store.layout import commit_path
 from tests.processes import CONTEXT
 from tests.support import World, save_teacher
 
-MUTATIONS = {"topk": 500, "vectors": 500, "states": 250, "pooled": 150}
+MUTATIONS = {"topk": 300, "vectors": 300, "states": 200, "pooled": 100}
 """Number of mutations of a cache of each codec, of one with every hidden state and labels, and of one with
 pooled vectors alone; four times as many with `--soak`."""
 SPARE_BYTES = 2**29

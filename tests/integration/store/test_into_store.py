@@ -34,7 +34,7 @@ from tests.processes import CONTEXT
 from tests.s3 import Between, tamper
 from tests.support import World
 
-KILLS = 8
+KILLS = 5
 """How often the dumps of each codec are killed."""
 
 

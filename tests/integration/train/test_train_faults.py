@@ -213,6 +213,19 @@ def test_seeds_of_students_that_draw_nothing_are_said_to_be_the_same(world: Worl
     assert "begin with the same weights" not in drawn[2]
 
 
+def test_families_without_dropout_draw_nothing(tmp_path: Path, command: Command) -> None:
+    world = World(
+        tmp_path, save_teacher(tmp_path / "teacher", "modernbert"), write_corpus(tmp_path / "corpus.txt")
+    )
+    world.dump()
+    shapes = ("--arch", "4x32:ff48", "--arch", "4x32:ff48:s1", "--init", "slice", "--steps", 1)
+    code, _, err = command(
+        "train", world.root / "cache", *shapes, "--device", "cpu", "--out", tmp_path / "run"
+    )
+    assert code == 0, err
+    assert "4x32:ff48:s1 as 4x32:ff48: students that begin with the same weights" in err
+
+
 def test_students_that_are_gone_are_written_again(world: World, command: Command) -> None:
     world.dump()
     run = world.root / "run"
