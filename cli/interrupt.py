@@ -102,8 +102,8 @@ def _watch(seen: int, over: threading.Event) -> None:
             note_stop()
         if num_seen > 1 and not over.wait(_PATIENCE_S):
             print_from_signal(
-                "error: interrupted at once. What was written before is kept. Run the same command again to "
-                "go on."
+                "error: interrupted at once. What was written before is kept. The same command goes on, or "
+                "begins anew."
             )
             os._exit(InterruptedRunError.exit_code)
     os.close(seen)

@@ -141,7 +141,9 @@ def run(arguments: Sequence[str]) -> int:
             raise
         code = InterruptedRunError.exit_code
     if code == InterruptedRunError.exit_code:  # typer itself catches a KeyboardInterrupt of a command
-        message = "interrupted at once. What was written before is kept. Run the same command again to go on."
+        message = (
+            "interrupted at once. What was written before is kept. The same command goes on, or begins anew."
+        )
         return _fail(arguments, ErrorKind.INTERRUPTED, message=message, exit_code=code)
     return int(code or 0)
 

@@ -215,12 +215,16 @@ class DenseCodec(RowsCodec):
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that are no probabilities, or rows that do not sum to 1."""
-        del lengths
         least, greatest = rows["probability"].aminmax()
         if not (float(least) >= 0 and float(greatest) <= 1):  # so that NaN fails, too
             raise CacheCorruptError(f"a stored row holds a value that is not a probability. {NOT_OURS}")
-        for part in rows["probability"].split(_CHECKED_ROWS):
-            if float((part.float().sum(-1) - 1).abs().max()) > _ROUNDED:
+        seen = seen_tokens(lengths) if self.is_causal else lengths
+        columns = torch.arange(self.max_length)
+        for part, most in zip(
+            rows["probability"].split(_CHECKED_ROWS), seen.split(_CHECKED_ROWS), strict=True
+        ):
+            shown = part.float().masked_fill(columns >= most[:, None, None], 0)
+            if float((shown.sum(-1) - 1).abs().max()) > _ROUNDED:
                 raise CacheCorruptError(f"a stored row of probabilities does not sum to 1. {NOT_OURS}")
 
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:

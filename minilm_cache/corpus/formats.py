@@ -98,9 +98,11 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
 
 def _refuse_large_letters(file: Path) -> None:
     """Raise CorpusError for a file that would be passed over because its ending is in capital letters."""
-    if file.suffix not in KNOWN and file.suffix.lower() in KNOWN:
+    is_text = file.suffix.lower() in KNOWN and file.name.lower() != "readme.md"
+    if is_text and file.suffix not in KNOWN:
         raise CorpusError(
-            f"corpus {file}: endings are in small letters. Rename it to {file.stem}{file.suffix.lower()}."
+            f"corpus {file}: endings are in small letters. Rename it to "
+            f"{file.stem}{file.suffix.lower()}, or move it elsewhere if it is no text of the corpus."
         )
 
 

@@ -241,7 +241,7 @@ def load_teacher(
     teacher = Teacher(source, device, layers=layers, head=head, precision=chosen)
     teacher.check_length(config.max_length)
     if head == "sequences":
-        refuse_several_labels(teacher.problem_type, f"teacher {config.teacher}")
+        refuse_several_labels(teacher.problem_type, teacher.num_classes, f"teacher {config.teacher}")
     if config.codec == "vectors":
         teacher.refuse_bias()
     if config.compiled:

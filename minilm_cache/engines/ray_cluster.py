@@ -171,9 +171,11 @@ class RayCluster:
             return list(self._ray.get(list(pending)))
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None  # the call's own error, without the trace of where Ray ran it
-        except self._ray.exceptions.TaskCancelledError:
-            raise
-        except self._ray.exceptions.RayError as error:
+        except (
+            self._ray.exceptions.WorkerCrashedError,
+            self._ray.exceptions.NodeDiedError,
+            self._ray.exceptions.OutOfMemoryError,
+        ) as error:
             raise StorageError(
                 f"a task of the cluster was lost {_RETRIES + 1} times: {first_line(error)}. Look at its "
                 "machine (memory, disk), and run the same command again; what is complete is kept."
@@ -212,7 +214,10 @@ def _in_folder(surroundings: _Surroundings, call: Callable[..., Any], *arguments
         return call(*arguments)
     except MiniLMCacheError:
         raise
-    except Exception as error:  # one that cannot be sent to the user would hide what it says
+    except Exception as error:
+        if type(error).__module__ == "builtins":
+            raise
+        # An error of a library may not arrive as it is, and would hide what it says.
         what = f"{type(error).__name__}: {first_line(error)}"
         raise StorageError(f"{_name_of(call)} failed: {what}.") from error
 

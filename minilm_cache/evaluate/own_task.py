@@ -21,7 +21,7 @@ from minilm_cache.wording import printable
 _HELD_OUT: Final = 0.1
 """Share of the texts that are scored where there is no file of them."""
 _MOST_CLASSES: Final = 1000
-_DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+")
+_DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,(?!\d{3}$)\d+")
 _CORRELATIONS: Final[tuple[Metric, ...]] = ("pearson", "spearman")
 _MOST_ARE_VALUES: Final = 0.5
 """Share of labels that are numbers above which the others are mistakes, if some numbers are not whole."""
@@ -175,11 +175,12 @@ def _refuse_words_among_values(rows: Sequence[Row]) -> None:
     labelled = [row for row in rows if _word(row.label)]
     values = np.array([plain_number(row.label) for row in labelled])
     numbers = values[np.isfinite(values)]
-    if sum(_DECIMAL_COMMA.fullmatch(str(row.label)) is not None for row in labelled) > len(labelled) / 2:
-        row = labelled[0]
+    with_comma = [row for row in labelled if _DECIMAL_COMMA.fullmatch(str(row.label))]
+    if len(with_comma) > len(labelled) / 2:
+        row = with_comma[0]
         raise CorpusError(
-            f"{row.where}: labels like {str(row.label)[:20]!r} have a decimal comma. Write them with a "
-            "point, or give --metric accuracy if they are names of classes."
+            f"{row.where}: label {str(row.label)[:20]!r} has a decimal comma, as most have. Write values "
+            "with a point, and classes in words."
         )
     are_values = len(numbers) > _MOST_ARE_VALUES * len(values) and (numbers != np.round(numbers)).any()
     if are_values and len(numbers) < len(values):

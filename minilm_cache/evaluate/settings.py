@@ -376,7 +376,7 @@ def refuse_no_data(retrieval: Path) -> None:
     """Raise CorpusError if there are no retrieval data at a path."""
     if not retrieval.exists():
         raise CorpusError(f"--retrieval {retrieval} does not exist. Give a folder or a .jsonl file.")
-    if not retrieval.is_dir() and retrieval.suffix.lower() not in {".jsonl", ".tsv"}:
+    if retrieval.suffix.lower() in {".csv", ".parquet", ".xlsx", ".txt"} and not retrieval.is_dir():
         raise CorpusError(
             f"--retrieval {retrieval} is neither a .jsonl file of question and answer, nor a folder in "
             "BEIR's layout, nor its .tsv file of judgements. Convert it to one of these."

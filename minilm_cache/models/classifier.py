@@ -36,14 +36,15 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
     return pooler.eval().requires_grad_(requires_grad=False)
 
 
-def refuse_several_labels(problem_type: str | None, who: str) -> None:
+def refuse_several_labels(problem_type: str | None, num_classes: int | None, who: str) -> None:
     """Raise InvalidConfigError for a classifier that gives several labels to a text.
 
     Args:
         problem_type: what its config.json says. None means that it says nothing.
+        num_classes: numbers of an answer. None means that there are no answers.
         who: the model, for the message.
     """
-    if problem_type == "multi_label_classification":
+    if problem_type == "multi_label_classification" and num_classes not in (None, 1):
         raise InvalidConfigError(
             f"{who} gives several labels to a text (problem_type in its config.json), and students learn "
             "which one of several classes is right. Take a teacher whose classes exclude each other."

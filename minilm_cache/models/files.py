@@ -119,10 +119,11 @@ def _refuse_unreadable(folder: Path) -> None:
     Links to nothing are what copies of the hub's folders hold whose files lay elsewhere.
     """
     with os.scandir(folder) as entries:
-        names = [each.name for each in entries if each.name.endswith(".json") and not each.is_file()]
+        named = [each for each in entries if each.name.endswith(".json") and not each.name.startswith(".")]
+        names = [each.name for each in named if not (each.is_file() or each.is_dir())]
     if names:
         raise TeacherError(
-            f"{folder / min(names)} is no file: a link to nothing, a folder or a pipe. Copy the model with "
+            f"{folder / min(names)} is a link to nothing, or a pipe. Copy the model with "
             "its files (cp -rL), or remove it."
         )
 

@@ -244,7 +244,8 @@ def own_head(folder: Path, name: str) -> TaskHead | None:
     if not _has_head(folder, config):
         if head in _NOTHING_WITHOUT and not pools_texts(folder):
             raise TeacherError(
-                f"{name} is a {of_class}, and its weights have no head. Get its weights again."
+                f"{name} is a {of_class}, and its weights have no head. Get its weights again, or save it as "
+                "an encoder: AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
             )
         return None
     if head is None and not pools_texts(folder):
@@ -279,7 +280,9 @@ def load_with_own_head(folder: Path, name: str) -> PreTrainedModel:
     """
     head = own_head(folder, name)
     model, lacking = load_weights(folder, head, attention="sdpa")
-    if head is not None and lacking:
+    if head is not None and lacking and (pools_texts(folder) or head not in _NOTHING_WITHOUT):
+        model, _ = load_weights(folder, attention="sdpa")  # what is left of a head says nothing
+    elif head is not None and lacking:
         raise TeacherError(
             f"{name} lacks a part of its head ({min(lacking)} is not among its weights). Get its weights "
             "again, or save it without the head: AutoModel.from_pretrained(OLD).save_pretrained(NEW)."

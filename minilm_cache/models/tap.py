@@ -131,7 +131,8 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
         key_heads, value_heads = _for_heads(key, heads), _for_heads(value, heads)
         reads_both_ways = getattr(getattr(module, "config", None), "is_causal", None) is False
         is_causal = bool(getattr(module, "is_causal", False)) and not reads_both_ways
-        is_windowed = kwargs.get("sliding_window") is not None and attention_mask is not None
+        window = kwargs.get("sliding_window")
+        is_windowed = window is not None and window < query.shape[-2] and attention_mask is not None
         vectors = Vectors(query, key_heads, value_heads, attention_mask, factor, bias, is_causal, is_windowed)
         minilm_tap.record(vectors)
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

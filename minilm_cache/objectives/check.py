@@ -96,7 +96,8 @@ def choose_objective(
         )
     if LOGITS in wanted.signals:
         document = json.loads(cache.reader.attachment(TEACHER_CONFIG))
-        refuse_several_labels(document.get("problem_type"), f"--objective {config.objective}: the teacher")
+        who = f"--objective {config.objective}: the teacher"
+        refuse_several_labels(document.get("problem_type"), identity.num_classes, who)
     if wanted.relation_heads is not None:
         _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
     return objective

@@ -187,7 +187,8 @@ def _losses(run: TrainedRun, teacher: Teacher | None) -> _Losses:
     if teacher is None or not is_teacher_of(teacher, run.reference):
         return found
     cosines = held_out_cosine(run.reference, teacher, [run.folder(student) for student in run.students])
-    is_whole = run.record.identity.loss in ((), ("cosine",))
+    identity = run.record.identity
+    is_whole = identity.loss in ((), ("cosine",)) and not (identity.matryoshka or identity.also)
     for student, cosine in zip(run.students, cosines, strict=True):
         if cosine is not None and "cosine" in (student.held_out_after or ()):
             found[student.arch] = (cosine if is_whole else None, {"cosine": cosine})

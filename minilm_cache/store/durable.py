@@ -100,6 +100,8 @@ def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[Buffered
         os.close(descriptor)
 
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without hard links answer."""
 PARTIAL = ".partial"
 """Suffix of files that are being written."""
 _JUST_MADE_S = 1.0
@@ -325,6 +327,18 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+def _name_unless_there(temporary: Path, path: Path) -> None:
+    """Give a file its name, or raise FileExistsError if another one has it."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        temporary.replace(path)
+
+
 @contextmanager
 def new_file(path: Path, *, durable: bool = True, replaces: bool = True) -> Iterator[BufferedIOBase]:
     """Yield a file to fill. It gets the name `path` if the block succeeds, else it is removed.
@@ -350,7 +364,7 @@ def new_file(path: Path, *, durable: bool = True, replaces: bool = True) -> Iter
             if replaces:
                 temporary.replace(path)  # while it is locked
             else:
-                os.link(temporary, path)
+                _name_unless_there(temporary, path)
         if durable:
             sync_directories([path.parent])
     finally:

@@ -55,8 +55,10 @@ GOOD_NUM_SHARDS: Final = 20_000
 """Most shards of a cache by default, as long as its files stay below the next size."""
 _GOOD_FILE_BYTES: Final = 2**31
 """Greatest size of a file of a shard by default."""
+_MAX_NAME: Final = 255
+"""Most bytes of a name in file systems."""
 _MAX_LABEL: Final = 100
-"""Most bytes of a label in the name of a cache's folder."""
+"""Most bytes of a label in the name of a cache's folder, where the name would be too long."""
 MAX_FILE_BYTES: Final = 2**32
 """Greatest size of a file of a shard: stores copy files of at most 5 GB."""
 _PCODEC_RATIO: Final = 8
@@ -137,9 +139,12 @@ def cache_name(labels: Labels, identity: CacheIdentity) -> str:
     A cache without relations has `states` in place of their codec.
     """
     # `?` and `#` would end the path of a URL.
-    words = (_shortened(re.sub("[:/?#]", "-", label)) for label in (labels.teacher, labels.corpus))
+    words = [re.sub("[:/?#]", "-", label) for label in (labels.teacher, labels.corpus)]
     stored = identity.codec.name if identity.has_relations else "states"
-    return "-".join([*words, stored, identity.fingerprint()[:12]])
+    name = "-".join([*words, stored, identity.fingerprint()[:12]])
+    if len(name.encode()) <= _MAX_NAME:
+        return name
+    return "-".join([*map(_shortened, words), stored, identity.fingerprint()[:12]])
 
 
 def _shortened(label: str) -> str:

@@ -145,6 +145,8 @@ class Leases:
                 with suppress(StorageError, InterruptedRunError):  # the next renewal may succeed
                     if file in self._held:
                         self.folder.write(file, content)
+                    if file not in self._held:  # released meanwhile: what was written late must not stay
+                        self.folder.remove([file])
 
     def _has_expired(self, file: str, content: bytes, holder: _Holder) -> bool:
         if holder.machine == self._me.machine and not _is_alive(holder.process):

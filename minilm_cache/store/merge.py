@@ -44,7 +44,7 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
         StorageError: the file system refused.
     """
     refuse_file(out, "OUT")
-    around = next((folder for folder in out.absolute().parents if (folder / MANIFEST).is_file()), None)
+    around = next((folder for folder in out.resolve().parents if (folder / MANIFEST).is_file()), None)
     if around is not None:
         raise InvalidConfigError(f"OUT {out}: it lies in the cache {around}. Choose another folder.")
     readers = [CacheReader(part, partial=True) for part in parts]

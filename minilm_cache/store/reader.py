@@ -104,15 +104,16 @@ def documents_of(manifest: CacheManifest, num_shards: int) -> dict[str, bytes]:
     )
 
 
-def refuse_other_metadata(manifest: CacheManifest, num_shards: int, url: str) -> None:
+def refuse_other_metadata(
+    manifest: CacheManifest, num_shards: int, url: str, *, remedy: str = "Ask its publisher to push it again."
+) -> None:
     """Raise CacheCorruptError if a manifest does not imply the metadata that it names; no file is read."""
     documents = documents_of(manifest, num_shards)
     _refuse_other_documents(manifest, documents, url)
     for path, content in documents.items():
         if manifest.files.get(path) != digest_bytes(content):
             raise CacheCorruptError(
-                f"{url}: {path} is not the metadata that the manifest of this cache implies. Ask its "
-                "publisher to push it again."
+                f"{url}: {path} is not the metadata that the manifest of this cache implies. {remedy}"
             )
 
 

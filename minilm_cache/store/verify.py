@@ -110,7 +110,8 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
 def _metadata_damage(root: Path, manifest: CacheManifest) -> list[Damage]:
     """Return what is wrong with metadata that is as the manifest says; no file of a shard is read."""
     try:
-        refuse_other_metadata(manifest, len(read_ranges(root, manifest)), str(root / MANIFEST))
+        num_shards, again = len(read_ranges(root, manifest)), "Dump it again, or pull it again."
+        refuse_other_metadata(manifest, num_shards, str(root / MANIFEST), remedy=again)
     except CacheCorruptError as error:
         return [Damage(path=MANIFEST, shard=None, reason=str(error))]
     return []

@@ -455,15 +455,18 @@ class _Run:
         """Evaluate the initial students, and write the run's record.
 
         Raises:
-            DivergedError: a loss is not finite before the first step.
+            DivergedError: no loss is finite before the first step.
         """
-        all_before = self.held_out(trainers)
-        for trainer, before in zip(trainers, all_before, strict=True):
-            if before is not None and not math.isfinite(trainer.loss_of(before) or 0.0):
-                raise DivergedError(
-                    f"{self.folder.path}: the held-out loss of {trainer.shape.arch} is not finite before the "
-                    "first step. Check temperatures and weights of the loss, and the cache: verify --full."
-                )
+        all_before: list[HeldOutLosses | None] = [*self.held_out(trainers)]
+        losses = [trainer.loss_of(before) for trainer, before in zip(trainers, all_before, strict=True)]
+        lost = [number for number, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+        if lost and len(lost) == len(trainers):
+            raise DivergedError(
+                f"{self.folder.path}: no student's held-out loss is finite before the first step. Check "
+                "temperatures and weights of the loss, and the cache: verify --full."
+            )
+        for number in lost:  # it diverges in its first step, which is said then
+            all_before[number] = None
         records = {
             trainer.shape.arch: StudentRecord(
                 arch=trainer.shape.arch,

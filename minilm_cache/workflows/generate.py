@@ -12,7 +12,7 @@ from minilm_cache.models.generation import TextGenerator
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import create_file, prepare_new
+from minilm_cache.store.durable import new_file, prepare_new
 from minilm_cache.wording import counted
 from minilm_cache.workflows.config import GenerateConfig
 
@@ -78,8 +78,8 @@ def generate(
     pairs = [Generated(source, text) for source, text in zip(sources, generated, strict=True)]
     if out is not None:
         lines = [json.dumps(row_of(pair), ensure_ascii=False) for pair in pairs]
-        with saving("write", out):
-            create_file(out, "".join(f"{line}\n" for line in lines).encode())
+        with saving("write", out), new_file(out, replaces=False) as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
     return pairs
 
 

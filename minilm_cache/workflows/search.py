@@ -183,10 +183,13 @@ def _trained(
     done: dict[str | None, TrainResult] = {}
     for vocab, arch in shapes.items():
         settings = {**train, "epochs": None, "arch": arch, "vocab": vocab}
-        if vocab in before:  # what was learned first, and cut from a teacher, is in its students
-            none = dict.fromkeys(("init_layers", "init_teacher", "first", "first_steps"))
-            settings |= {"init": str(before[vocab].path), **none}
         folder = place.with_name(_run_name(place.name, vocab))
+        if vocab in before:  # what was learned first, and cut from a teacher, is in its students
+            settings |= {"init": str(before[vocab].path), "init_layers": None, "init_teacher": None}
+            if not folder.with_name(
+                f"{folder.name}-first"
+            ).exists():  # searches of earlier releases learned it in every round
+                settings |= {"first": None, "first_steps": None}
         with suppress(DivergedError):
             training = validated(TrainConfig, settings)
             done[vocab] = train_students(training, cache, out=folder, session=session)

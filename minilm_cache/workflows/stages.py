@@ -125,7 +125,7 @@ def check_training(
     if here:
         choose_device(config.device)
         refuse_no_tracker(config.tracker)
-    elif config.device is not None and ":" in config.device:
+    elif config.device is not None and ":" in config.device and not config.device.endswith(":0"):
         raise InvalidConfigError(
             f"--device {config.device}: on a cluster each task sees its own GPUs alone. Give cuda, or leave "
             "it out."

@@ -194,11 +194,16 @@ def _refuse_odd_numbers(path: Path, root: yaml.Node | None) -> None:
                 f"{path}, line {node.start_mark.line + 1}: {node.value[:12]}... has {len(node.value)} "
                 "digits. Give a smaller number."
             )
-        if _ODD_NUMBER.fullmatch(node.value):
+        if _ODD_NUMBER.fullmatch(node.value) and yaml.safe_load(node.value) != _decimal(node.value):
             raise InvalidConfigError(
                 f"{path}, line {node.start_mark.line + 1}: YAML reads {node.value} as "
                 f"{yaml.safe_load(node.value)}. Write a decimal number, or put it in quotes."
             )
+
+
+def _decimal(number: str) -> int | None:
+    """Return a whole number as people read it. None means that it has colons."""
+    return None if ":" in number else int(number.replace("_", ""))
 
 
 def _scalars(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:

@@ -283,3 +283,22 @@ def test_a_process_whose_lease_ended_while_it_measured_replaces_nothing(
     monkeypatch.setattr(CacheWriter, "seal", another_is_faster)
     work(world, f"{store}/two", {})
     assert sent == []
+
+
+def test_a_renewal_that_is_late_leaves_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", 0.2)
+    folder = open_store(f"file://{tmp_path}")
+    holder = Leases(folder)
+    write, lease = RemoteFolder.write, holder.acquire("00001")
+    assert lease is not None
+
+    def slow(self: RemoteFolder, path: str, content: bytes) -> None:
+        lease.release()
+        write(self, path, content)
+
+    monkeypatch.setattr(RemoteFolder, "write", slow)
+    deadline = time.monotonic() + 30
+    while holder._held and time.monotonic() < deadline:
+        time.sleep(0.01)
+    holder.close()
+    assert not list(tmp_path.rglob("00001-*"))

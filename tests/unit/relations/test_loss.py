@@ -287,7 +287,7 @@ def window(reach: int) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rows", [lambda vectors, kind: VectorRows(vectors, kind), dense, without_base])
-@pytest.mark.parametrize(("own", "theirs"), [(4, 4), (9, 4)], ids=["same", "wider"])
+@pytest.mark.parametrize(("own", "theirs"), [(4, 4), (9, 4), (2, 4)], ids=["same", "wider", "narrower"])
 def test_attention_of_a_window_is_compared_on_that_window(
     own: int, theirs: int, rows: Callable[[Vectors, RelationKind], RowTargets], method: Method
 ) -> None:

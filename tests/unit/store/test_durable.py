@@ -383,3 +383,18 @@ def test_a_file_that_must_not_exist_is_not_replaced_by_who_comes_second(tmp_path
         slow.close()
     assert path.read_bytes() == b"theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_new_file_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "file"
+    with new_file(path, replaces=False) as file:
+        file.write(b"mine")
+    late = ExitStack()
+    late.enter_context(new_file(path, replaces=False)).write(b"theirs")
+    with pytest.raises(FileExistsError):
+        late.close()
+    assert path.read_bytes() == b"mine"
