@@ -186,9 +186,8 @@ def _trained(
         folder = place.with_name(_run_name(place.name, vocab))
         if vocab in before:  # what was learned first, and cut from a teacher, is in its students
             settings |= {"init": str(before[vocab].path), "init_layers": None, "init_teacher": None}
-            if not folder.with_name(
-                f"{folder.name}-first"
-            ).exists():  # searches of earlier releases learned it in every round
+            # Searches of earlier releases learned what is first in every round, and go on so.
+            if not folder.with_name(f"{folder.name}-first").exists():
                 settings |= {"first": None, "first_steps": None}
         with suppress(DivergedError):
             training = validated(TrainConfig, settings)
