@@ -26,6 +26,8 @@ from sentence_transformers.cross_encoder import (
     CrossEncoderTrainingArguments,
 )
 from sentence_transformers.cross_encoder.losses import MSELoss
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 
@@ -38,6 +40,7 @@ from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.trainer import learning_rate
 from minilm_cache.workflows.export import export_scores
 
 ARCH: Final = "3x384"
@@ -159,6 +162,21 @@ class _Clock(TrainerCallback):
         self.seconds = time.perf_counter() - (self._started or 0.0)
 
 
+def _optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[AdamW, LambdaLR]:
+    """Return AdamW and its rates as this project has them: vectors do not decay, and no rate is 0."""
+    assert config.steps is not None
+    steps, decays = config.steps, (config.weight_decay, 0.0)
+    groups = [
+        {
+            "params": [each for each in model.parameters() if (each.ndim > 1) == bool(decay)],
+            "weight_decay": decay,
+        }
+        for decay in decays
+    ]
+    optimizer = AdamW(groups, lr=config.lr, fused=True)
+    return optimizer, LambdaLR(optimizer, lambda step: learning_rate(config, step, steps) / config.lr)
+
+
 def _train_peer(training: _Training, folder: Path) -> float:
     """Write sentence-transformers' student, and return the seconds of its steps."""
     begun, pairs, recipe = training
@@ -168,9 +186,6 @@ def _train_peer(training: _Training, folder: Path) -> float:
         output_dir=f"{folder}-tuning",
         max_steps=recipe["steps"],
         per_device_train_batch_size=recipe["batch_size"],
-        learning_rate=recipe["lr"],
-        warmup_steps=0.1,
-        weight_decay=0.01,
         max_grad_norm=0.0,
         bf16=recipe["precision"] == "bfloat16",
         use_cpu=True,
@@ -179,7 +194,14 @@ def _train_peer(training: _Training, folder: Path) -> float:
         batch_sampler=_in_order,
     )
     loss, clock = MSELoss(model, activation_fn=torch.nn.Identity()), _Clock()
-    trainer = CrossEncoderTrainer(model, arguments, Dataset.from_dict(columns), loss=loss, callbacks=[clock])
+    trainer = CrossEncoderTrainer(
+        model,
+        arguments,
+        Dataset.from_dict(columns),
+        loss=loss,
+        callbacks=[clock],
+        optimizers=_optimizer(model, validated(TrainConfig, recipe)),
+    )
     trainer.train()
     model.save_pretrained(str(folder))
     return clock.seconds
