@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from minilm_cache.workflows.export import export_scores
 
 ARCH: Final = "3x384"
 _NAMES: Final = ("minilm-cache", "sentence-transformers")
-_TIMED_STEPS, _TURNS = 40, 2
+_TIMED_STEPS, _TURNS, _COMPARED = 40, 2, 180
 _NO_DROPOUT: Final = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
@@ -97,10 +98,17 @@ def main() -> None:
     if not (home / "dataset").exists():
         export_scores(home / "cache", home / "dataset", session=session)
     sizes = dict(zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True))
-    for name, row in rows.items():
-        row["bytes"] = sizes[name]
+    for name, folder in zip(_NAMES, (run.student_path(ARCH), peer), strict=True):
+        rows[name] |= {"error": round(_error(folder, pairs[:_COMPARED]), 3), "bytes": sizes[name]}
     measured = read_result("rerankers").get("peer", {}) | {given.precision: rows}
     add_to_result("rerankers", peer=measured, cpu=cpu())
+
+
+def _error(folder: Path, pairs: Sequence[_Pair]) -> float:
+    """Return the mean squared error of a student's scores of pairs that it has learned from."""
+    model = CrossEncoder(str(folder), device="cpu", max_length=MAX_LENGTH, activation_fn=torch.nn.Identity())
+    scores = model.predict([(pair.query, pair.document) for pair in pairs], show_progress_bar=False)
+    return fmean((float(score) - pair.score) ** 2 for score, pair in zip(scores, pairs, strict=True))
 
 
 def _pairs_in_order(cache: Cache, config: TrainConfig, groups: Path) -> Iterator[_Pair]:

@@ -351,14 +351,16 @@ def reranker_peer() -> str:
         [
             name,
             precision,
-            f"{row['ndcg_at_10']:.2f}",
-            f"{row['seconds_a_step']:.2f}",
+            f"{row['error']:.3f}",
+            f"{row['ndcg_at_10']:.1f}",
+            f"{row['seconds_a_step']:.2f}" if "seconds_a_step" in row else "-",
             f"{row['bytes'] / 1e6:.1f}",
         ]
         for precision, measured in read("rerankers")["peer"].items()
         for name, row in measured.items()
     ]
-    columns = ["trained by", "precision", "nDCG@10", "seconds a step, one core", "MB of scores and texts"]
+    columns = ["trained by", "precision", "error of scores", "nDCG@10", "seconds a step, one core"]
+    columns.append("MB of scores and texts")
     return table_of(columns, rows)
 
 
