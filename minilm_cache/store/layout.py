@@ -125,6 +125,13 @@ def refuse_other_cache(place: str | Path, differing: Iterable[str]) -> None:
         )
 
 
+def refuse_inside_cache(out: Path, option: str) -> None:
+    """Raise InvalidConfigError if a folder, whose path has no links, lies in a cache."""
+    around = next((folder for folder in out.parents if (folder / MANIFEST).is_file()), None)
+    if around is not None:
+        raise InvalidConfigError(f"{option} {out}: it lies in the cache {around}. Choose another folder.")
+
+
 def refuse_begun(path: Path) -> None:
     """Raise IdentityMismatchError if a folder exists that a dump is to begin, and not to resume."""
     if path.exists():

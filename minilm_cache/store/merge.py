@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, OUTSIDE, PREVIEW, TEACHER_WEIGHTS
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.durable import refuse_file
-from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.layout import refuse_inside_cache
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 
@@ -44,9 +44,7 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
         StorageError: the file system refused.
     """
     refuse_file(out, "OUT")
-    around = next((folder for folder in out.resolve().parents if (folder / MANIFEST).is_file()), None)
-    if around is not None:
-        raise InvalidConfigError(f"OUT {out}: it lies in the cache {around}. Choose another folder.")
+    refuse_inside_cache(out.resolve(), "OUT")
     readers = [CacheReader(part, partial=True) for part in parts]
     for reader in readers[1:]:
         _check_same(readers[0], reader)

@@ -38,7 +38,7 @@ from minilm_cache.store.durable import (
     write_file,
 )
 from minilm_cache.store.index import open_shards, parse_record, read_ranges, refuse_large_index
-from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
+from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path, refuse_inside_cache
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.reader import CacheReader, read_manifest, refuse_other_metadata
 from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
@@ -70,9 +70,7 @@ def pull(url: str, out: Path, *, session: Session) -> TransferResult:
         out = out.resolve()
     except (OSError, RuntimeError) as error:
         raise InvalidConfigError(f"--out {out}: it is a loop of links. Choose another folder.") from error
-    around = next((folder for folder in out.parents if (folder / MANIFEST).is_file()), None)
-    if around is not None:
-        raise InvalidConfigError(f"--out {out}: it lies in the cache {around}. Choose another folder.")
+    refuse_inside_cache(out, "--out")
     source = open_store(url)
     manifest = named_manifest(source)
     lock = out.with_name(f".{out.name}.pull.lock")

@@ -237,6 +237,15 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     command.fails(*base, alone, code=1, says="has one text")
 
 
+def test_values_with_decimal_commas_are_no_classes(teacher: Path, tmp_path: Path, command: Command) -> None:
+    base = ("evaluate", teacher, "--max-length", 32, "--out", tmp_path / "out", "--task")
+    labels = ("3", "0,5", "1,5", "2,5")
+    comma = write(tmp_path / "comma.csv", [{"text": f"ba {label}", "label": label} for label in labels])
+    command.fails(*base, comma, code=1, says=("label '0,5' has a decimal comma", "with a point"))
+    thousand = [{"text": f"ba {label}", "label": label} for label in ("1,000", "2,000")]
+    command.fails(*base, write(tmp_path / "t.csv", thousand[:1]), code=1, says="has one text")
+
+
 def test_a_file_with_a_header_alone_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> None:
     good, empty = write(tmp_path / "good.csv", rows()), tmp_path / "empty.csv"
     empty.write_text("text,label\n")
