@@ -37,7 +37,11 @@ milliseconds for each."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--soak`."""
-    parser.addoption("--soak", action="store_true", help="four times as many kills and damaged caches")
+    parser.addoption(
+        "--soak",
+        action="store_true",
+        help="four times as many kills and damaged caches, and the cases that are skipped without it",
+    )
 
 
 def pytest_configure() -> None:
@@ -49,7 +53,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> int:
-    """Return how many times as many kills and damaged caches a test shall try: 1, or 4 with `--soak`."""
+    """Return how many times as many kills and damaged caches a test shall try: 1, or 4 with `--soak`.
+
+    A test may skip, where it is 1, a case that takes long and whose kind other cases try.
+    """
     return 4 if request.config.getoption("--soak") else 1
 
 

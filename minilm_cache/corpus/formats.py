@@ -82,9 +82,10 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
                 f"{judgements.parent / (others or ['train.tsv'])[0]}."
             )
         return [judgements]
-    for file in _visible(path):
+    visible = _visible(path)
+    for file in visible:
         _refuse_large_letters(file)
-    files = [file for file in _visible(path) if _is_text(file) and not judged_files(file)]
+    files = [file for file in visible if _is_text(file) and not judged_files(file)]
     broken = next((file for file in files if not file.exists()), None)
     if broken is not None:
         raise CorpusError(f"corpus {path}: {broken} is a link to a file that does not exist. Remove it.")

@@ -194,22 +194,19 @@ class StateSettings(FrozenSettings):
 
     @model_validator(mode="after")
     def _states_fit_together(self) -> "StateSettings":
-        for name in ("label_k", "label_temperature", "label_tokens"):
-            if getattr(self, name) is not None and not self.labels:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} needs --labels. Add it, or leave out --{flag}")
-        for name in ("pooling", "min_cosine"):
-            if getattr(self, name) is not None and not self.pooled:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} needs --pooled. Add it, or leave out --{flag}")
-        if self.maskings is not None and not (self.labels or self.masked_hidden is not None):
-            raise ValueError(
-                "--maskings needs --labels or --masked-hidden. Add one of them, or leave out --maskings"
-            )
-        if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
-            raise ValueError(
-                "--max-error needs --hidden or --masked-hidden. Add one of them, or leave out --max-error"
-            )
+        needed = {
+            **dict.fromkeys(("label_k", "label_temperature", "label_tokens"), ("labels",)),
+            **dict.fromkeys(("pooling", "min_cosine"), ("pooled",)),
+            "maskings": ("labels", "masked_hidden"),
+            "max_error": ("hidden", "masked_hidden"),
+        }
+        for name, others in needed.items():
+            if getattr(self, name) is not None and all(
+                getattr(self, other) in (None, False) for other in others
+            ):
+                flag, *flags = (f"--{each.replace('_', '-')}" for each in (name, *others))
+                which = "it" if len(flags) == 1 else "one of them"
+                raise ValueError(f"{flag} needs {' or '.join(flags)}. Add {which}, or leave out {flag}")
         if len(set(self.signal)) < len(self.signal):
             raise ValueError(f"signal {', '.join(self.signal)}: name each signal once")
         if self.logits and (self.labels or self.masked_hidden is not None):

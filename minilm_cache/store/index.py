@@ -269,9 +269,10 @@ def committed_shards(root: Path, num_shards: int) -> list[int]:
     if not folder.is_dir():
         return []
     with storage_errors("list", folder):
-        names = {file.name for file in folder.glob("[0-9]*.json")}
+        files = [file for file in folder.glob("[0-9]*.json") if file.stem.isdecimal()]
     # A name that is written otherwise, such as 2.json, is no record of the shard 00002.
-    return [number for number in range(num_shards) if Path(commit_path(number)).name in names]
+    numbers = [int(file.stem) for file in files if Path(commit_path(int(file.stem))).name == file.name]
+    return [number for number in numbers if number < num_shards]
 
 
 def commit(

@@ -225,6 +225,11 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     again = write(tmp_path / "b" / "good.csv", rows())
     command.fails(*base, good, "--task", again, code=2, says="two tasks are files called good.csv")
     command.fails(*base, good, "--data", tmp_path, code=2, says="is a file of its own")
+
+
+def test_labels_that_no_task_is_made_of(teacher: Path, tmp_path: Path, command: Command) -> None:
+    good = write(tmp_path / "good.csv", rows())
+    base = ("evaluate", teacher, "--max-length", 32, "--out", tmp_path / "out", "--task")
     one = write(tmp_path / "one.csv", [{**row, "label": "same"} for row in rows()])
     command.fails(*base, one, code=1, says="has 1 different labels to train on")
     other = write(tmp_path / "other.csv", [{"text": "ba", "label": "worst"}])

@@ -355,17 +355,8 @@ def test_relations_with_a_position_bias_are_cached_as_rows(
     path = world.dump(codec=codec).path
     code, _, err = command("verify", path, "--full", "--teacher", teacher)
     assert code == 0, err
-    words = (
-        "dump",
-        "--teacher",
-        teacher,
-        "--corpus",
-        world.corpus,
-        "--max-length",
-        32,
-        "--out",
-        tmp_path / "x",
-    )
+    text = ("--corpus", world.corpus, "--max-length", 32)
+    words = ("dump", "--teacher", teacher, *text, "--out", tmp_path / "x")
     command.fails(*words, code=1, says=("--codec vectors", "adds a bias", "topk or dense"))
     assert not (tmp_path / "x").exists()
     if family == "t5":

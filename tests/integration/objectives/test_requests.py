@@ -193,17 +193,8 @@ def test_teachers_of_several_labels_are_refused_and_values_stay_values(
         "problem_type": "multi_label_classification"
     }
     (teacher / "config.json").write_text(json.dumps(edited))
-    words = (
-        "dump",
-        "--teacher",
-        teacher,
-        "--corpus",
-        world.corpus,
-        "--max-length",
-        32,
-        "--out",
-        tmp_path / "no",
-    )
+    text = ("--corpus", world.corpus, "--max-length", 32)
+    words = ("dump", "--teacher", teacher, *text, "--out", tmp_path / "no")
     command.fails(
         *words,
         "--for",
