@@ -10,7 +10,7 @@ from huggingface_hub import DatasetCardData
 from minilm_cache.storage_schema.identity import codec_words
 from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.checked import digest_bytes, is_damaged
-from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.durable import remove_left_of, storage_errors, write_file
 from minilm_cache.store.layout import CARD, MANIFEST, below
 from minilm_cache.wording import printable, rendered
 
@@ -35,6 +35,7 @@ def attach(root: Path, manifest: CacheManifest, *, path: str, content: bytes) ->
         return manifest
     named = manifest.model_copy(update={"files": manifest.files | {path: digest}})
     with storage_errors("write", root):
+        remove_left_of(below(root, path))  # weights of a teacher that a kill has left are large
         write_file(below(root, path), content)
         write_file(root / CARD, cache_card(named).encode())
         write_file(root / MANIFEST, named.to_json())

@@ -464,8 +464,9 @@ class CacheWriter:
                 shards = RecordedShards(self.root, self.manifest, self.ranges)
                 index = {INDEX: write_index(self.root, self.manifest, shards)}
                 complete = complete.model_copy(update={"files": complete.files | index})
-            self.manifest = seal_with_preview(self.root, complete, preview)
-            # Every shard is committed, so no process writes any more, and leftovers of kills can be removed.
+            # Every shard is committed, so no process writes any more, and leftovers of kills can be removed:
+            # before the manifest is written, since whoever finds a complete cache removes nothing.
             for leftover in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 leftover.unlink(missing_ok=True)
             forget_ranks(self.root)
+            self.manifest = seal_with_preview(self.root, complete, preview)

@@ -1,5 +1,6 @@
 """Cards: metadata that a hub can read, figures of the manifest, and names that stay names."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest
-from minilm_cache.store.card import cache_card
+from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.store.card import attach, cache_card
 from minilm_cache.store.reader import read_manifest
-from tests.unit.store.support import GOLDEN, VECTORS
+from tests.unit.store.support import GOLDEN, VECTORS, partials
 
 
 def front_matter(card: str) -> dict[str, Any]:
@@ -97,3 +98,15 @@ def test_no_name_can_end_the_metadata_or_begin_a_line(teacher: str, corpus: str)
     assert len(body) == len(plain_body)
     changed = [plain for line, plain in zip(body, plain_body, strict=True) if line != plain]
     assert len(changed) <= 3  # the heading, the teacher and the corpus
+
+
+def test_what_a_killed_writer_has_left_of_a_file_goes_when_the_file_is_added(cache: Path) -> None:
+    left = cache / f".{TEACHER_WEIGHTS}.0.partial"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    named = attach(cache, read_manifest(cache), path=TEACHER_WEIGHTS, content=b"whole")
+
+    assert (cache / TEACHER_WEIGHTS).read_bytes() == b"whole"
+    assert named.files[TEACHER_WEIGHTS].size == len(b"whole")
+    assert partials(cache) == []

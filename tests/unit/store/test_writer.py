@@ -270,6 +270,7 @@ def test_a_seal_that_fails_anywhere_leaves_an_unfinished_cache_or_a_whole_one(
 ) -> None:
     begun = keep_shards(cache, range(6))
     (cache / "preview/sequences.parquet").unlink()
+    (left := cache / "tokens/c/.0.12.partial").touch()
     at = 0
     while not read_manifest(begun).complete:
         with failing_sync(at) as calls:
@@ -281,6 +282,7 @@ def test_a_seal_that_fails_anywhere_leaves_an_unfinished_cache_or_a_whole_one(
 
     assert at > 4
     CacheReader(begun).attachment("preview/sequences.parquet")
+    assert not left.exists(), "a complete cache has what a kill has left"
 
 
 def test_what_kills_have_left_goes_when_the_cache_is_sealed(cache: Path, complete: Path) -> None:
