@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -63,6 +63,18 @@ class ObjectiveRequest:
     def teacher(self) -> TeacherIdentity:
         """Identity of the teacher that the cache was dumped from."""
         return self.cache.manifest.identity.teacher
+
+
+class ModelSizes(Protocol):
+    """Sizes of a teacher or a student that objectives compare."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of hidden states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +200,28 @@ class ObjectiveKind(ABC):
             InvalidConfigError: the cache cannot serve it.
         """
 
+    def check_shape(self, config: ObjectiveConfig, student: ModelSizes, teacher: ModelSizes) -> None:
+        """Raise InvalidConfigError for a student whose layers its layer map does not lead to."""
+        if config.layer_map != "last":
+            map_layers(config.layer_map, student.num_layers, teacher.num_layers)
+
     @abstractmethod
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
     ) -> StudentObjective:
-        """Return the objective of a student.
+        """Return the objective of a student whose shape was checked."""
 
-        Raises:
-            InvalidConfigError: the student is not of a shape that can learn it.
-        """
+
+def check_shape(config: ObjectiveConfig, student: ModelSizes, teacher: ModelSizes) -> None:
+    """Raise InvalidConfigError for a student whose depth or width does not fit its teacher's.
+
+    Args:
+        config: settings of one objective, or of several at once.
+        student: sizes of the student.
+        teacher: sizes of the teacher, which need not have been dumped.
+    """
+    for each in config.each:
+        ObjectiveKind.named(each.spec.kind).check_shape(each, student, teacher)
 
 
 def token_mse(
@@ -215,7 +240,7 @@ def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
     return batch.inputs.valid
 
 
-def same_width(what: str, student: StudentFacts, teacher: TeacherIdentity) -> None:
+def same_width(what: str, student: ModelSizes, teacher: ModelSizes) -> None:
     """Raise InvalidConfigError for a student whose hidden states have another width than the teacher's."""
     if student.hidden_size != teacher.hidden_size:
         raise InvalidConfigError(

@@ -12,6 +12,7 @@ from minilm_cache.models.arch import num_layers_of
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
     LayerPair,
+    ModelSizes,
     ObjectiveKind,
     ObjectiveRequest,
     Parts,
@@ -139,12 +140,17 @@ class BertPkd(ObjectiveKind):
             signals=(*names, *([LOGITS] if request.cache.manifest.identity.num_classes is not None else [])),
         )
 
+    def check_shape(self, config: ObjectiveConfig, student: ModelSizes, teacher: ModelSizes) -> None:
+        """Raise InvalidConfigError unless it is as wide as the teacher, and of two layers or more."""
+        super().check_shape(config, student, teacher)
+        same_width("bert-pkd", student, teacher)
+        _refuse_no_intermediate(config, student.num_layers)
+
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
     ) -> PatientObjective:
-        """Return the objective of a student as wide as the teacher."""
+        """Return the objective of a student."""
         del wanted
-        same_width("bert-pkd", student, request.teacher)
         return PatientObjective(
             _intermediate_pairs(request, student.num_layers),
             Patience.of(request.config),
@@ -153,10 +159,13 @@ class BertPkd(ObjectiveKind):
 
 
 def _intermediate_pairs(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
-    pairs = pairs_of(request, num_layers)[:-1]
-    if not pairs:
+    _refuse_no_intermediate(request.config, num_layers)
+    return pairs_of(request, num_layers)[:-1]
+
+
+def _refuse_no_intermediate(config: ObjectiveConfig, num_layers: int) -> None:
+    if num_layers == 1:
         raise InvalidConfigError(
-            "--objective bert-pkd compares intermediate layers, and a student or its --layer-map "
-            f"{request.config.layer_map} has none. Take students of 2 layers or more."
+            f"--objective {config.objective} compares intermediate layers, and a student has one layer. Take "
+            "students of 2 layers or more."
         )
-    return pairs

@@ -9,7 +9,13 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.classifier import refuse_several_labels
 from minilm_cache.models.tap import Head, TappedModel
-from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    StudentFacts,
+    StudentObjective,
+    check_shape,
+)
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.config import (
     ObjectiveConfig,
@@ -52,6 +58,7 @@ class Objective:
             InvalidConfigError: the student is not of a shape that can learn it.
         """
         student = StudentFacts.of(model.model.config, model.num_layers)
+        check_shape(self.request.config, student, self.request.teacher)
         return ObjectiveKind.named(self.request.config.spec.kind).build(self.request, self.wanted, student)
 
 

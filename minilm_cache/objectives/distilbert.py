@@ -10,6 +10,7 @@ from torch import Tensor
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
+    ModelSizes,
     ObjectiveKind,
     ObjectiveRequest,
     Parts,
@@ -20,6 +21,7 @@ from minilm_cache.objectives.base import (
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.mlm_kd import masked_token_loss, soft_label_loss, temperature_of
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LABELS, SignalName, StateFamily
@@ -91,12 +93,16 @@ class DistilBert(ObjectiveKind):
             )
         return WantedTargets(kinds=(), signals=(_last(request), LABELS))
 
+    def check_shape(self, config: ObjectiveConfig, student: ModelSizes, teacher: ModelSizes) -> None:
+        """Raise InvalidConfigError unless it is as wide as the teacher."""
+        del config
+        same_width("distilbert", student, teacher)
+
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
     ) -> DistilBertObjective:
-        """Return the objective of a student as wide as the teacher."""
+        """Return the objective of a student."""
         del wanted
-        same_width("distilbert", student, request.teacher)
         return DistilBertObjective(
             student, _last(request), temperature_of(request), everywhere=request.config.is_authors
         )

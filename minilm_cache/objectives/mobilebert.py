@@ -10,6 +10,7 @@ from torch import Tensor
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
+    ModelSizes,
     ObjectiveKind,
     ObjectiveRequest,
     Parts,
@@ -21,6 +22,7 @@ from minilm_cache.objectives.base import (
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.relations.loss import Method, relation_loss
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import SignalName, StateFamily
@@ -113,19 +115,22 @@ class MobileBert(ObjectiveKind):
             signals=tuple(_state(number) for number in range(1, depth + 1)),
         )
 
-    def build(
-        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
-    ) -> MobileBertObjective:
-        """Return the objective of a student as deep, and as wide between layers, as the teacher."""
-        del wanted
-        same_width("mobilebert", student, request.teacher)
-        teacher = request.teacher
+    def check_shape(self, config: ObjectiveConfig, student: ModelSizes, teacher: ModelSizes) -> None:
+        """Raise InvalidConfigError unless it is as deep, and as wide between layers, as the teacher."""
+        del config
+        same_width("mobilebert", student, teacher)
         if student.num_layers != teacher.num_layers:
             raise InvalidConfigError(
                 f"--objective mobilebert compares layer with layer: the student has {student.num_layers}, "
                 f"the teacher {teacher.num_layers}. Take as many, with bottlenecks: "
                 f"{teacher.num_layers}x{teacher.hidden_size}:b{teacher.hidden_size // 4}."
             )
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> MobileBertObjective:
+        """Return the objective of a student."""
+        del wanted
         return MobileBertObjective(student.num_layers, is_authors=request.config.is_authors)
 
 

@@ -292,6 +292,11 @@ def first_config(config: TrainConfig) -> TrainConfig:
     return validated(TrainConfig, shared)
 
 
+def with_first(config: TrainConfig) -> list[TrainConfig]:
+    """Return the settings of a training, after those of what students learn first, if there are any."""
+    return [config] if config.first is None else [first_config(config), config]
+
+
 def refuse_no_beginning(init: str | None) -> None:
     """Raise InvalidConfigError for an `--init` that is no kind of weights, no model and no run."""
     if init in (None, RANDOM, *FROM_TEACHER):

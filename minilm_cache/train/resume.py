@@ -7,7 +7,7 @@ from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidCon
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
-from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config
+from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config, with_first
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
 from minilm_cache.train.initial import Beginnings, refuse_donor_of_first
 from minilm_cache.train.ranks import refuse_ranks
@@ -137,7 +137,7 @@ def check_first(config: TrainConfig, cache: Cache, *, out: Path | None, home: Pa
         _refuse_other_first(config, cache, out)
     refuse_ranks("--first", "the two trainings wrote, the second with --init FIRST-RUN")
     check_parts(config)
-    for checked in (first_config(config), config):
+    for checked in with_first(config):
         objective = choose_objective(checked, cache, arch=config.arch)
     refuse_donor_of_first(config, cache, student_shapes(config, objective), home=home)
     if config.vocab is not None:  # the first run has all pieces

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -255,10 +256,11 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     teacher = read_config(source.folder)
     check_training(config.train, config.dump, depth=teacher.num_hidden_layers, here=here)
     heads = teacher.num_attention_heads
+    teachers = [teacher] if config.compare_direct else []
     for arch in config.assistants:
         teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True)
-    for arch in config.train.arch:
-        check_student(config.train, arch, teacher, heads=heads)
+    for last, arch in product([*teachers, teacher], config.train.arch):
+        check_student(config.train, arch, last, heads=heads)
     split = split_into(config.train.objective, config.train.relation_heads, heads)
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(checked, folder)

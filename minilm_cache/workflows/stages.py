@@ -13,13 +13,14 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
+from minilm_cache.objectives.base import StudentFacts, check_shape
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import split_into
 from minilm_cache.session import Session
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.config import RANDOM, TrainConfig, check_batch, refuse_no_tracker
+from minilm_cache.train.config import RANDOM, TrainConfig, check_batch, refuse_no_tracker, with_first
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.record import load_record
@@ -91,7 +92,7 @@ def check_student(
 
     Raises:
         InvalidConfigError: the shape does not fit the teacher's family, cannot begin as it should, or is that
-            of an assistant with other heads than its teacher.
+            of an assistant with other heads than its teacher, or cannot learn the objective.
     """
     split = split_into(config.objective, config.relation_heads, heads)
     compares_heads = is_assistant or config.spec.compares_heads
@@ -103,6 +104,9 @@ def check_student(
         )
     student = shape_config(shape, teacher.to_dict(), teacher.model_type)
     check_beginning(config, shape, teacher)
+    sizes = [StudentFacts.of(each, each.num_hidden_layers) for each in (student, teacher)]
+    for each in with_first(config):
+        check_shape(each, *sizes)
     return student
 
 

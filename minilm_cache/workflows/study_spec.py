@@ -22,8 +22,8 @@ from minilm_cache.train.config import (
     FROM_TEACHER,
     RANDOM,
     TrainConfig,
-    first_config,
     refuse_no_beginning,
+    with_first,
     with_preset,
 )
 from minilm_cache.train.folder import VIA, arch_slug
@@ -237,7 +237,7 @@ def _is_of_a_chain(config: TrainConfig) -> bool:
     """Return whether a training's students can be teachers, and learn from an assistant."""
     is_own = config.init in (None, RANDOM, *FROM_TEACHER) and config.init_teacher is None and not config.also
     is_served = all(
-        each.spec.needs in NEEDS_OF_CHAINS and each.layer_map == "last" for each in _with_first(config)
+        each.spec.needs in NEEDS_OF_CHAINS and each.layer_map == "last" for each in with_first(config)
     )
     return is_own and is_served and config.teacher_layer is None and config.vocab is None
 
@@ -424,18 +424,13 @@ def _cache(
     locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
     locate |= dict.fromkeys(settings, location)
     locate = {"teacher": ("dump",), **locate, "": location}
-    learned = [each for training in trainings for each in _with_first(training)]
+    learned = [each for training in trainings for each in with_first(training)]
     with suppress(ValidationError):  # settings like `pooling` are none without what `for` asks for
         config = DumpConfig(**values)
         if "for" in values or not any(_lacking(each, config) for each in learned):
             return config
     served = dict.fromkeys(each.objective for training in learned for each in training.each)
     return source.check(DumpConfig, {"for": list(served), **values}, locate)
-
-
-def _with_first(training: TrainConfig) -> list[TrainConfig]:
-    """Return a training after the one that it begins with, if there is one."""
-    return [training] if training.first is None else [first_config(training), training]
 
 
 def _training(
@@ -498,7 +493,7 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
 
 def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:
     """Refuse a cache that will not hold what an objective needs."""
-    for first in _with_first(config)[:-1]:
+    for first in with_first(config)[:-1]:
         _check_fits(source, location, config=first, cache=cache)
     try:
         for each in config.each:

@@ -9,6 +9,9 @@ from tests.conftest import Command
 from tests.integration.workflows.test_study import document
 from tests.support import World
 
+STATES = {"caches": "\n  a: {for: [minilm, mobilebert, bert-pkd], codec: vectors, layers: all}"}
+"""A cache for objectives that compare layers."""
+
 
 @pytest.mark.parametrize(
     ("changes", "says"),
@@ -49,6 +52,21 @@ from tests.support import World
             "arch.0: --init teacher-layers: the teacher's layers",
         ),
         ({"train": "\n  init_layers: 0,9", "arch": " [2x32]"}, "--init-layers 0,9: give different"),
+        (
+            {"objective": " [mobilebert]", "arch": " ['3x16:b8']", **STATES},
+            "arch.0: --objective mobilebert compares hidden states as they are, and the student's width 16",
+        ),
+        ({"objective": " [mobilebert]", "arch": " ['2x32:b8']", **STATES}, "arch.0: --objective mobilebert"),
+        ({"objective": " [bert-pkd]", "arch": " [2x16]", **STATES}, "arch.0: --objective bert-pkd compares"),
+        ({"objective": " [bert-pkd]", "arch": " [1x32]", **STATES}, "a student has one layer"),
+        (
+            {"objective": " [{objective: minilm, first: bert-pkd}]", "arch": " [2x16]", **STATES},
+            "arch.0: --objective bert-pkd compares",
+        ),
+        (
+            {"objective": " [{objective: minilm, layer_map: all}]", "arch": " [4x32]", **STATES},
+            "arch.0: --layer-map all is for students of 1 to 3 layers",
+        ),
         (
             {"objective": " [embedding, minilm]", "caches": "\n  a: {codec: vectors, pooled: false}"},
             "needs pooled, which this cache will not hold; leave out pooled",
