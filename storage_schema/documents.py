@@ -15,6 +15,8 @@ MAX_SHARDS: Final = 2**24
 """Most shards of a cache of format 2; one of format 1 had at most 2**20."""
 MAX_FILE_BYTES: Final = 2**40
 """Most bytes of a file of a cache."""
+MAX_TOTAL_BYTES: Final = 2**60
+"""Most bytes of all files of a cache."""
 MAX_RECORD_BYTES: Final = 64 * 2**10
 """Longest commit record."""
 

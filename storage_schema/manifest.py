@@ -9,7 +9,14 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import FailFast, Field, model_validator
 
 from minilm_cache.storage_schema.base import Sha256, StoredModel
-from minilm_cache.storage_schema.documents import FileDigest, RelativePath, ShardRange, StoredDocument
+from minilm_cache.storage_schema.documents import (
+    MAX_FILE_BYTES,
+    MAX_TOTAL_BYTES,
+    FileDigest,
+    RelativePath,
+    ShardRange,
+    StoredDocument,
+)
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     MAX_TOKENS,
@@ -64,7 +71,7 @@ class StateFidelity(StoredModel):
 
     path: Annotated[str, Field(max_length=128)]
     """Path of its array, or of the group that contains its arrays."""
-    bytes_per_token: float = Field(ge=0, allow_inf_nan=False)
+    bytes_per_token: float = Field(ge=0, le=MAX_FILE_BYTES)
     """Bytes of its shard files, per token of the cache."""
     relative_error: Finite | None = None
     """Square root of the squared error over the variance of the teacher's values. For first tokens and
@@ -82,11 +89,11 @@ class StateFidelity(StoredModel):
 class Measured(StoredModel):
     """What a finished dump measured of itself."""
 
-    bytes_per_token: float = Field(gt=0, allow_inf_nan=False)
+    bytes_per_token: float = Field(gt=0, le=MAX_FILE_BYTES)
     """Bytes of all shard files (arrays and sequence tables) per token."""
-    total_bytes: int = Field(ge=0)
+    total_bytes: int = Field(ge=0, le=MAX_TOTAL_BYTES)
     """Bytes of all shard files."""
-    fidelity_sequences: int = Field(ge=1)
+    fidelity_sequences: int = Field(ge=1, le=MAX_TOKENS)
     """Number of held-out sequences that the fidelity was measured on."""
     fidelity: Annotated[tuple[LayerFidelity, ...], Field(max_length=MAX_LAYERS)]
     """One entry for each tapped layer, in order; empty where no relations are stored."""
