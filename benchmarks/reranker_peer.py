@@ -1,18 +1,18 @@
 """Measure a student of a reranker's scores by this project and by sentence-transformers, on the same batches.
 
-    python -m benchmarks.reranker_peer --data DATA --home DIR [--precision float32]
+    python -m benchmarks.reranker_peer --data DATA --home DIR [--seed 1] [--part students|speed]
 
 `DIR` is the home of `python -m benchmarks.rerankers`, which makes what is missing. One `3x384` that knows the
 teacher's relations is trained by `score` from the cache, and by `CrossEncoderTrainer` with `MSELoss` on the
-same pairs in the same order: the same weights to begin with, steps, rate, schedule, optimizer and precision.
-The cache is compared with the data set that is exported from it. One seed, and one precision at a time:
-in float32 both do the same sums, in bfloat16 each rounds other parts of them.
+same pairs in the same order: the same weights to begin with, steps, rate, schedule, optimizer, clipping and
+precision. Each call adds the students of one seed, which sets the order of the pairs. `speed` times a step of
+both, and compares the cache with the data set that is exported from it.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -46,7 +46,7 @@ from minilm_cache.workflows.export import export_scores
 
 ARCH: Final = "3x384"
 _NAMES: Final = ("minilm-cache", "sentence-transformers")
-_TIMED_STEPS, _TURNS, _COMPARED = 40, 2, 180
+_TIMED_STEPS, _TURNS = 40, 2
 _NO_DROPOUT: Final = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
@@ -69,64 +69,88 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=("students", "speed"))
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
-    run = trained(BY_SCORE, given.data, home, session=session)
-    cache = open_cache(home / "cache")
-    recipe = {
-        **ROWS[BY_SCORE],
-        "arch": (ARCH,),
-        "init": str(home / "relations"),
-        "precision": given.precision,
-    }
-    if given.precision != ROWS[BY_SCORE]["precision"]:
-        out = home / f"{BY_SCORE}, {given.precision}"
-        run = train_students(validated(TrainConfig, recipe), home / "cache", out=out, session=session)
-    still = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
-    first = train_students(validated(TrainConfig, still), home / "cache", out=home / "begun", session=session)
-    pairs = list(_pairs_in_order(cache, validated(TrainConfig, recipe), home / "groups.jsonl"))
-    training, peer = _Training(first.student_path(ARCH), pairs, recipe), home / f"peer-{given.precision}"
-    if not peer.exists():
-        _train_peer(training, peer)
-    scores = rank([str(run.student_path(ARCH)), str(peer)], home, session=session)[1:]
-    seconds = _seconds_a_step(training, home, session=session)
-    rows = {
-        name: {"ndcg_at_10": round(row.ndcg_at_10.mean, 2), "seconds_a_step": round(seconds[name], 3)}
-        for name, row in zip(_NAMES, scores, strict=True)
-    }
-    if not (home / "dataset").exists():
-        export_scores(home / "cache", home / "dataset", session=session)
-    sizes = dict(zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True))
-    for name, folder in zip(_NAMES, (run.student_path(ARCH), peer), strict=True):
-        rows[name] |= {"error": round(_error(folder, pairs[:_COMPARED]), 3), "bytes": sizes[name]}
-    measured = read_result("rerankers").get("peer", {}) | {given.precision: rows}
+    trained(BY_SCORE, given.data, home, session=session)  # makes what is missing
+    training = _begin(home, given.seed, session=session)
+    measured = read_result("rerankers").get("peer", {"runs": {}})
+    if given.part in {None, "students"}:
+        measured["runs"][str(given.seed)] = _students(training, home, session=session)
+    if given.part in {None, "speed"}:
+        measured |= {"seconds_a_step": _seconds_a_step(training, home, session=session)}
+        if not (home / "dataset").exists():
+            export_scores(home / "cache", home / "dataset", session=session)
+        measured["bytes"] = dict(
+            zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True)
+        )
     add_to_result("rerankers", peer=measured, cpu=cpu())
 
 
+def _begin(home: Path, seed: int, *, session: Session) -> _Training:
+    """Return the student of a seed before its first step, and all that it is to read."""
+    recipe = {**ROWS[BY_SCORE], "arch": (ARCH,), "init": str(home / "relations"), "seed": seed}
+    still = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
+    out = home / f"begun-{seed}"
+    first = train_students(validated(TrainConfig, still), home / "cache", out=out, session=session)
+    cache = open_cache(home / "cache")
+    known = _known_pairs(cache, home / "groups.jsonl")
+    numbers = _numbers_in_order(cache, validated(TrainConfig, recipe))
+    return _Training(first.student_path(ARCH), [_pair(cache, known, each) for each in numbers], recipe)
+
+
+def _students(training: _Training, home: Path, *, session: Session) -> dict[str, dict[str, float]]:
+    """Train the student of a seed both ways, and return what they are worth."""
+    seed = training.recipe["seed"]
+    config, out = validated(TrainConfig, training.recipe), home / f"{BY_SCORE}, seed {seed}"
+    ours = train_students(config, home / "cache", out=out, session=session).student_path(ARCH)
+    theirs = home / f"peer-{seed}"
+    if not theirs.exists():
+        _train_peer(training, theirs)
+    cache = open_cache(home / "cache")
+    known, total = _known_pairs(cache, home / "groups.jsonl"), cache.manifest.num_sequences
+    held_out = range(total - cache.manifest.num_held_out, total)
+    pairs = [_pair(cache, known, number) for number in held_out]
+    scores = rank([str(ours), str(theirs)], home, session=session)[1:]
+    return {
+        name: {"held_out_error": round(_error(folder, pairs), 3), "ndcg_at_10": round(row.ndcg_at_10.mean, 2)}
+        for name, folder, row in zip(_NAMES, (ours, theirs), scores, strict=True)
+    }
+
+
 def _error(folder: Path, pairs: Sequence[_Pair]) -> float:
-    """Return the mean squared error of a student's scores of pairs that it has learned from."""
+    """Return the mean squared error of a student's scores of pairs."""
     model = CrossEncoder(str(folder), device="cpu", max_length=MAX_LENGTH, activation_fn=torch.nn.Identity())
     scores = model.predict([(pair.query, pair.document) for pair in pairs], show_progress_bar=False)
     return fmean((float(score) - pair.score) ** 2 for score, pair in zip(scores, pairs, strict=True))
 
 
-def _pairs_in_order(cache: Cache, config: TrainConfig, groups: Path) -> Iterator[_Pair]:
-    """Yield the pairs of all steps, as this project's trainings read them, with the teacher's scores."""
+def _known_pairs(cache: Cache, groups: Path) -> dict[tuple[int, ...], tuple[str, str]]:
+    """Return the texts of all pairs by their token ids."""
     tokenizer, known = cached_tokenizer(cache.reader), {}
     for line in groups.read_text().splitlines():
         group = json.loads(line)
         for document in (*group["positive"], *group["negative"]):
             read = tokenizer(group["query"], document, truncation=True, max_length=MAX_LENGTH)
             known[tuple(read["input_ids"])] = (group["query"], document)
+    return known
+
+
+def _numbers_in_order(cache: Cache, config: TrainConfig) -> Iterator[int]:
+    """Yield the numbers of the pairs of all steps, as this project's trainings read them."""
     (stream,) = plan_steps(config, cache.reader).streams
     numbers = (number for buffer in stream.stream(0) for number in buffer.sequences.tolist())
     assert config.steps is not None
     assert config.batch_size is not None
-    for number in islice(numbers, config.steps * config.batch_size):
-        sequence = cache[number]
-        score = float(sequence.states().values[LOGITS].squeeze())
-        yield _Pair(*known[tuple(sequence.input_ids.tolist())], score)
+    return islice(numbers, config.steps * config.batch_size)
+
+
+def _pair(cache: Cache, known: Mapping[tuple[int, ...], tuple[str, str]], number: int) -> _Pair:
+    """Return the texts of a pair with the teacher's score."""
+    sequence = cache[number]
+    score = float(sequence.states().values[LOGITS].squeeze())
+    return _Pair(*known[tuple(sequence.input_ids.tolist())], score)
 
 
 def _seconds_a_step(training: _Training, home: Path, *, session: Session) -> dict[str, float]:
@@ -135,14 +159,14 @@ def _seconds_a_step(training: _Training, home: Path, *, session: Session) -> dic
     tokens_a_step = short["batch_size"] * manifest.num_tokens / manifest.num_sequences
     total = dict.fromkeys(_NAMES, 0.0)
     for turn in range(_TURNS):
-        out = home / f"timed-{turn}-{training.recipe['precision']}"
+        out = home / f"timed-{turn}"
         run = train_students(validated(TrainConfig, short), home / "cache", out=out, session=session)
         assert run.tokens_per_s is not None
         total["minilm-cache"] += tokens_a_step / run.tokens_per_s
         total["sentence-transformers"] += (
             _train_peer(training._replace(recipe=short), out / "peer") / _TIMED_STEPS
         )
-    return {name: seconds / _TURNS for name, seconds in total.items()}
+    return {name: round(seconds / _TURNS, 3) for name, seconds in total.items()}
 
 
 def _num_bytes(folder: Path) -> int:
@@ -194,7 +218,7 @@ def _train_peer(training: _Training, folder: Path) -> float:
         output_dir=f"{folder}-tuning",
         max_steps=recipe["steps"],
         per_device_train_batch_size=recipe["batch_size"],
-        max_grad_norm=0.0,
+        max_grad_norm=recipe["max_grad_norm"],
         bf16=recipe["precision"] == "bfloat16",
         use_cpu=True,
         save_strategy="no",

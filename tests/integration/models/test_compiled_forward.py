@@ -26,7 +26,8 @@ families = (("bert", forms), ("modernbert", forms[2:]), ("distilbert", forms[2:]
 for family, (hidden, inputs) in ((name, form) for name, of_family in families for form in of_family):
     backend = "aot_eager" if hidden and family == "bert" else "eager"
     torch.compile = functools.partial(compiles, fullgraph=True, backend=backend)
-    plain = TappedModel(tiny_model(family, attention=ATTENTION))
+    layers = {"num_hidden_layers": 1} if family == "bert" else {}
+    plain = TappedModel(tiny_model(family, attention=ATTENTION, **layers))
     compiled = TappedModel(plain.model)
     tap = Tap((plain.num_layers - 1,), hidden)
     compiled.compile_forward(None, taps_layers=True)
@@ -44,8 +45,12 @@ torch.compile = functools.partial(compiles, backend="eager")
 torch._dynamo.reset()
 counters.clear()
 models = [
-    TappedModel(tiny_model("bert", attention=ATTENTION, hidden_size=16 * width, num_attention_heads=4))
-    for width in (1, 2)
+    TappedModel(
+        tiny_model(
+            "bert", attention=ATTENTION, num_hidden_layers=1, hidden_size=width, num_attention_heads=4
+        )
+    )
+    for width in (16, 32)
 ]
 for model in models:
     model.compile_forward(None, taps_layers=True)
