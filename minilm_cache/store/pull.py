@@ -87,33 +87,7 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
     if existing is not None:
         if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
-        lacking = sorted(manifest.files.keys() - existing.files.keys())
-        is_same_dump = INDEX in existing.files and existing.files.items() <= manifest.files.items()
-        if lacking and is_same_dump and existing.complete:
-            session.progress.note(f"{out} holds this cache already, without {', '.join(lacking)}")
-        elif existing.complete and _is_sound(out):
-            session.progress.note(f"{out} holds this cache already: nothing to do")
-            num_shards = len(read_ranges(out, existing))
-            return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
-        elif existing.files.keys() > manifest.files.keys() and _is_same(
-            existing.model_copy(update={"files": {path: existing.files[path] for path in manifest.files}}),
-            manifest,
-        ):
-            session.progress.note(
-                f"{out} holds this cache, but damaged: fetching what is not as it was committed"
-            )
-            return _mended(source, manifest, existing, out=out, session=session)
-        elif not _is_same(existing, manifest):
-            raise IdentityMismatchError(
-                f"{out} holds this cache, but unfinished, or damaged and of another dump. Repeat its "
-                "`minilm-cache dump` command, or remove the folder and pull again."
-            )
-        else:
-            session.progress.note(
-                f"{out} holds this cache, but damaged: fetching what is not as it was committed"
-            )
-        copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session)
-        return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
+        return _renewed(source, manifest, existing, out=out, session=session)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = _arriving_folder(out, manifest)
@@ -126,27 +100,58 @@ def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: 
     return TransferResult(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=kept)
 
 
-def _mended(
+def _renewed(
     source: RemoteFolder, manifest: CacheManifest, existing: CacheManifest, *, out: Path, session: Session
 ) -> TransferResult:
-    """Fetch what is damaged of a copy that may have got more files, such as weights, since it was pulled.
+    """Fetch what a copy lacks or has damaged, and what is another in the store, such as new prompts.
+
+    Files that the copy has got since it was pulled, such as weights, stay.
 
     Raises:
         CacheCorruptError: one of these files is damaged, which the store does not have.
+        IdentityMismatchError: the folder holds another dump of the same fingerprint, which is not whole.
     """
-    copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session, is_copy=True)
-    for path, expected in existing.files.items():
-        if path not in manifest.files and not is_sound(out, path, expected):
+    further = {path: digest for path, digest in existing.files.items() if path not in manifest.files}
+    whole = manifest.model_copy(update={"files": manifest.files | further})
+    is_same = existing.complete and _is_same_dump(existing, manifest)
+    others = {path for path, digest in manifest.files.items() if existing.files.get(path) != digest}
+    if is_same and others:
+        lacking = sorted(others - existing.files.keys())
+        words = [f"without {', '.join(lacking)}"] if lacking else []
+        if changed := sorted(others & existing.files.keys()):
+            words.append(f"with another {', '.join(changed)} than the store, which is fetched")
+        session.progress.note(f"{out} holds this cache already, {' and '.join(words)}")
+    elif existing.complete and _is_sound(out):
+        another = "" if is_same else ", from another dump with an equal fingerprint"
+        session.progress.note(f"{out} holds this cache already{another}: nothing to do")
+        num_shards = len(read_ranges(out, existing))
+        return TransferResult(place=str(out), manifest=existing, shards_copied=0, shards_kept=num_shards)
+    elif not is_same:
+        raise IdentityMismatchError(
+            f"{out} holds this cache, but unfinished, or damaged and of another dump. Repeat its "
+            "`minilm-cache dump` command, or remove the folder and pull again."
+        )
+    else:
+        session.progress.note(
+            f"{out} holds this cache, but damaged: fetching what is not as it was committed"
+        )
+    copied, kept = _fetch(Fetcher(source, out, manifest), source, out, out=out, session=session, whole=whole)
+    for path, expected in further.items():
+        if not is_sound(out, path, expected):
             raise CacheCorruptError(
                 f"{out / path} is damaged, and {source.url} does not have it. Remove the folder, pull again, "
                 "and repeat what has added it."
             )
-    return TransferResult(place=str(out), manifest=existing, shards_copied=copied, shards_kept=kept)
+    return TransferResult(place=str(out), manifest=whole, shards_copied=copied, shards_kept=kept)
 
 
-def _is_same(one: CacheManifest, other: CacheManifest) -> bool:
-    """Return whether two manifests say the same; manifests of the first releases have no checksum."""
-    return one.model_copy(update={"checksum": None}) == other.model_copy(update={"checksum": None})
+def _is_same_dump(one: CacheManifest, other: CacheManifest) -> bool:
+    """Return whether two manifests name the same shards, or say the same in format 1, without an index."""
+    if INDEX in other.files:
+        return one.files.get(INDEX) == other.files[INDEX]
+    # Manifests of the first releases have no checksum.
+    alike = [each.model_copy(update={"checksum": None, "files": {}}) for each in (one, other)]
+    return alike[0] == alike[1]
 
 
 def _manifest_there(out: Path, manifest: CacheManifest) -> CacheManifest | None:
@@ -179,7 +184,7 @@ def _fetch(
     *,
     out: Path,
     session: Session,
-    is_copy: bool = False,
+    whole: CacheManifest | None = None,
 ) -> tuple[int, int]:
     """Fetch all files of a cache that a folder lacks, or that differ; the manifest comes last.
 
@@ -189,7 +194,7 @@ def _fetch(
         folder: folder that the files are written into.
         out: folder of the cache when all is done, for messages.
         session: its progress shows bytes. Its `should_stop` is called between files.
-        is_copy: whether the folder has a manifest and a card, which stay.
+        whole: manifest of the folder when all is done. None means that it is the store's.
 
     Returns:
         The numbers of shards that were copied, and that were there.
@@ -216,9 +221,9 @@ def _fetch(
 
     fetcher.attachments(session)
     copied = sum(for_each(fetch_shard, range(num_shards), should_stop=session.should_stop, place=source.url))
-    if not is_copy:
-        fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the one of the store
-        fetcher.write(MANIFEST, manifest.to_json())
+    whole = whole or manifest
+    fetcher.write(CARD, cache_card(whole).encode())  # made anew: no hash covers the one of the store
+    fetcher.write(MANIFEST, whole.to_json())
     return copied, num_shards - copied
 
 

@@ -37,7 +37,8 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         root: folder of the cache.
         store_url: URL or path of the store.
         session: its progress shows the bytes done. Its `should_stop` is called before each shard; True stops.
-        full: read existing files and replace those that differ. False means that only sizes are compared.
+        full: read existing files and replace those that differ. False means that only sizes are compared, and
+            of files beside the shards, which may be others than at an earlier push, the store's manifest.
 
     Raises:
         InvalidConfigError: the store is a cache itself.
@@ -68,40 +69,36 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         )
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
-    kept = _kept(existing, manifest, target.url)
+    kept = _kept(existing, manifest)
     target.remove_leftovers()
     session.progress.start("push", num_bytes(manifest, reader.records), "bytes")
-    sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
+    named = {} if existing is None else existing.files
+    sent = [
+        sender.send(path, digest, is_named=named.get(path) == digest)
+        for path, digest in manifest.files.items()
+    ]
     copied = sum(
         for_each(sender.send_shard, range(num_shards), should_stop=session.should_stop, place=target.url)
     )
-    content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
+    content, whole = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES), manifest
     if kept:
         session.progress.note(f"{target.url} has {', '.join(kept)}, too, which {root} lacks: kept there")
-    elif target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
-        target.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the folder
+        whole = manifest.model_copy(update={"files": manifest.files | kept})
+        content = whole.to_json()
+    if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
+        target.write(CARD, cache_card(whole).encode())  # made anew: no hash covers the card in the folder
         target.write(MANIFEST, content)
     elif not (copied or any(sent)):
         session.progress.note(f"{target.url} holds this cache already: nothing to do")
     return TransferResult(
-        place=target.url, manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
+        place=target.url, manifest=whole, shards_copied=copied, shards_kept=num_shards - copied
     )
 
 
-def _kept(existing: CacheManifest | None, ours: CacheManifest, url: str) -> list[str]:
-    """Return the files that a store's cache has and ours lacks.
-
-    Raises:
-        IdentityMismatchError: ours has others that the store's lacks, so that neither manifest names all.
-    """
-    kept = [] if existing is None else sorted(existing.files.keys() - ours.files.keys())
-    lacking = [] if existing is None else sorted(ours.files.keys() - existing.files.keys())
-    if kept and lacking:
-        raise IdentityMismatchError(
-            f"{url} has {', '.join(kept)}, which this copy lacks, and lacks {', '.join(lacking)}. Pull the "
-            "cache first, and push that."
-        )
-    return kept
+def _kept(existing: CacheManifest | None, ours: CacheManifest) -> dict[str, FileDigest]:
+    """Return the files that a store's cache has and ours lacks, by their paths."""
+    files = {} if existing is None else existing.files
+    return {path: digest for path, digest in files.items() if path not in ours.files}
 
 
 def _is_in_a_cache(place: str) -> bool:
@@ -183,18 +180,27 @@ class _Sender:
             "push of that dump can finish or repair. Delete it, or choose another store."
         )
 
-    def send(self, path: str, expected: FileDigest) -> bool:
-        """Send a file unless the store has it, and return whether it was sent."""
-        needed = not self._is_stored(path, expected)
+    def send(self, path: str, expected: FileDigest, *, is_named: bool = True) -> bool:
+        """Send a file unless the store has it, and return whether it was sent.
+
+        Args:
+            path: path of the file below the cache's root.
+            expected: digest of the file.
+            is_named: whether a file of this size is the same one, as the store's manifest or the claim of
+                its shard says. False means that it is read.
+        """
+        needed = not self._is_stored(path, expected, is_named=is_named)
         if needed:
             self._target.send(path, checked_file(self._reader.root, path, expected))
         self._progress.advance(expected.size)
         return needed
 
-    def _is_stored(self, path: str, expected: FileDigest) -> bool:
+    def _is_stored(self, path: str, expected: FileDigest, *, is_named: bool) -> bool:
         if self._sizes.get(path) != expected.size:
             return False
-        return not self._full or digest_bytes(self._target.read(path, expected.size)) == expected
+        if is_named and not self._full:
+            return True
+        return digest_bytes(self._target.read(path, expected.size)) == expected
 
     def send_shard(self, shard: int) -> bool:
         """Send a shard's files, and its record in format 1, and return whether the store lacked any."""

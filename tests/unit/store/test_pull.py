@@ -7,6 +7,8 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.session import Session
+from minilm_cache.storage_schema.manifest import INDEX, TEACHER_PROMPTS, TEACHER_WEIGHTS
+from minilm_cache.store.card import attach
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.pull import Fetcher, pull
@@ -117,12 +119,36 @@ def test_without_an_index_a_lost_manifest_proves_nothing(
     assert files_below(out) == before
 
 
+def test_files_that_are_others_in_the_store_are_fetched_and_those_that_it_lacks_stay(
+    cache: Path, tmp_path: Path
+) -> None:
+    def with_prompts(text: str) -> None:
+        content = f'{{"query": "{text}"}}'.encode()
+        attach(cache, read_manifest(cache), path=TEACHER_PROMPTS, content=content)
+
+    out, progress = tmp_path / "out", Recorder()
+    with_prompts("one")
+    pull(str(cache), out, session=Session())
+    attach(out, read_manifest(out), path=TEACHER_WEIGHTS, content=b"weights")
+    with_prompts("two")
+    result = pull(str(cache), out, session=Session(progress=progress))
+
+    assert (out / TEACHER_PROMPTS).read_bytes() == (cache / TEACHER_PROMPTS).read_bytes()
+    assert (out / TEACHER_WEIGHTS).read_bytes() == b"weights"
+    expected = read_manifest(cache).files | {TEACHER_WEIGHTS: digest_bytes(b"weights")}
+    assert result.manifest.files == read_manifest(out).files == expected
+    assert any(f"with another {TEACHER_PROMPTS} than the store" in note for note in progress.notes)
+    pull(str(cache), out, session=Session(progress=progress))
+    assert "nothing to do" in progress.notes[-1]
+
+
 def test_another_dump_of_the_same_cache_is_not_mixed_with_the_stores(complete: Path, tmp_path: Path) -> None:
     """Two dumps of one identity may differ in single bytes."""
     out = tmp_path / "out"
     pull(str(complete), out, session=Session())
     manifest = read_manifest(out)
-    other = manifest.model_copy(update={"labels": manifest.labels.model_copy(update={"teacher": "another"})})
+    index = manifest.files[INDEX].model_copy(update={"sha256": "0" * 64})
+    other = manifest.model_copy(update={"files": manifest.files | {INDEX: index}})
     (out / "manifest.json").write_bytes(other.to_json())
     (out / "tokens/c/4").write_bytes(b"!!")
     with pytest.raises(IdentityMismatchError, match="of another dump"):

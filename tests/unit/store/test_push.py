@@ -10,11 +10,15 @@ import pytest
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, StorageError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import CommitRecord
+from minilm_cache.storage_schema.manifest import TEACHER_PROMPTS, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.store.card import attach
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import RemoteFolder, num_bytes
+from minilm_cache.store.verify import verify
 from tests.support import change_record
 from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 
@@ -57,6 +61,55 @@ def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Pa
     assert changed == {"tokens/c/3", "sequences/part-00004.parquet"}
     assert files_below(place) == shared_files(complete)
     assert progress.done == progress.totals
+
+
+def with_prompts(root: Path, text: str) -> CacheManifest:
+    """Give a cache prompts of equal size, as a dump does whose teacher has got others."""
+    return attach(root, read_manifest(root), path=TEACHER_PROMPTS, content=f'{{"query": "{text}"}}'.encode())
+
+
+def named_files(root: Path) -> dict[str, bytes]:
+    """Return the files beside the shards that a manifest names, each of which must be what it says."""
+    files = {path: (root / path).read_bytes() for path in read_manifest(root).files}
+    assert {path: digest_bytes(content) for path, content in files.items()} == read_manifest(root).files
+    return files
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_files_that_are_others_now_arrive_and_what_only_the_store_has_stays(
+    cache: Path, tmp_path: Path, full: bool
+) -> None:
+    with_prompts(cache, "one")
+    plain = tmp_path / "plain"
+    shutil.copytree(cache, plain)
+    attach(cache, read_manifest(cache), path=TEACHER_WEIGHTS, content=b"weights")
+    place = Path(push(cache, str(tmp_path), session=Session()).place)
+    with_prompts(plain, "two")
+    result = push(plain, str(tmp_path), session=Session(), full=full)
+
+    assert named_files(place) == named_files(plain) | {TEACHER_WEIGHTS: b"weights"}
+    assert result.manifest.files == read_manifest(place).files
+    verdict = verify(place, full=True, num_threads=1, session=Session(), check_rows=lambda _: lambda _: None)
+    assert not verdict.damage
+
+
+def test_a_push_that_was_stopped_after_other_files_were_sent_goes_on(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_prompts(cache, "one")
+    place = Path(push(cache, str(tmp_path), session=Session()).place)
+    with_prompts(cache, "two")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "write", failing)
+        with pytest.raises(StorageError):
+            push(cache, str(tmp_path), session=Session())
+    push(cache, str(tmp_path), session=Session())
+
+    assert named_files(place) == named_files(cache)
+
+
+def failing(folder: RemoteFolder, name: str, _content: object) -> None:
+    raise StorageError(f"cannot write {folder.url}/{name}")
 
 
 @pytest.mark.parametrize("failing", range(0, 40, 6))
