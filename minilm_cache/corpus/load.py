@@ -49,6 +49,8 @@ SourceFile = tuple[str, int, int, int, int]
 
 class _Note(StoredDocument):
     corpus: CorpusIdentity
+    num_blank: int
+    """Records without text."""
     files: tuple[SourceFile, ...]
 
 
@@ -81,16 +83,16 @@ class Sources:
         except OSError:
             return False
 
-    def known_identity(self, home: Path) -> CorpusIdentity | None:
-        """Return the identity of the text if these very files were read before. None means they were not."""
+    def known(self, home: Path) -> _Note | None:
+        """Return what was noted when these very files were read before. None means that they were not."""
         try:
             note = _Note.model_validate_json(self._note(home).read_bytes())
         except (OSError, ValidationError):
             return None
-        return note.corpus if note.files == self.files else None
+        return note if note.files == self.files else None
 
-    def remember(self, home: Path, corpus: CorpusIdentity) -> None:
-        """Note the identity of the text of these files.
+    def remember(self, home: Path, corpus: CorpusIdentity, num_blank: int) -> None:
+        """Note the identity of the text of these files, and how many records have no text.
 
         Raises:
             StorageError: the home cannot be written to.
@@ -98,7 +100,9 @@ class Sources:
         path = self._note(home)
         with storage_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, _Note(corpus=corpus, files=self.files).to_json(), durable=False)
+            write_file(
+                path, _Note(corpus=corpus, num_blank=num_blank, files=self.files).to_json(), durable=False
+            )
 
     def _note(self, home: Path) -> Path:
         where = [_name_of(path.resolve().parent) for path in self.paths[:1]]
@@ -169,7 +173,7 @@ _BATCH: Final = 1000
 """Documents that are read at a time."""
 _BATCH_CHARS: Final = 2**24
 """Characters of documents that are held in memory while a text is read."""
-_ARROW_VERSION: Final = "texts 3"
+_ARROW_VERSION: Final = "texts 4"
 """Version of how texts are read: notes and Arrow files of others are not used."""
 _TEXTS: Final = pa.schema([("text", pa.string()), (COPIES_OF, pa.string())])
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
@@ -187,6 +191,7 @@ class Corpus:
         load: Callable[[], datasets.Dataset],
         *,
         prompt: str | None = None,
+        num_blank: int = 0,
     ) -> None:
         """Describe a corpus.
 
@@ -195,8 +200,10 @@ class Corpus:
             identity: what identifies its texts, the prompt included.
             load: reads its documents, without the prompt, when they are first asked for.
             prompt: words that stand before every text. None means none.
+            num_blank: records that are left out because they hold no text; blank lines do not count.
         """
         self.name, self.identity, self._load, self.prompt = name, identity, load, prompt
+        self.num_blank = num_blank
         self.texts_sha256 = identity.sha256
         """Hash of the texts without the prompt."""
 
@@ -206,7 +213,9 @@ class Corpus:
             return self
         digest = sha256_texts(prompt + text for text in self.texts())
         identity = self.identity.model_copy(update={"sha256": digest})
-        prompted = Corpus(self.name, identity, lambda: self.documents, prompt=prompt)
+        prompted = Corpus(
+            self.name, identity, lambda: self.documents, prompt=prompt, num_blank=self.num_blank
+        )
         prompted.texts_sha256 = self.texts_sha256
         return prompted
 
@@ -232,7 +241,7 @@ class Corpus:
         """Yield what each document is a copy of, in the same order. None means that its record says none."""
         if COPIES_OF not in self.documents.column_names:
             return repeat(None, self.documents.num_rows)
-        return _texts(self.documents, COPIES_OF)
+        return (mark for _, batch in text_batches(self.documents) for mark in batch[COPIES_OF].to_pylist())
 
 
 def load_corpus(
@@ -272,15 +281,19 @@ def load_corpus(
         reading = _Reading(text_column, documents, roles, pair)
         asked = [name, text_column or "text", documents, _ARROW_VERSION, *reading.words]
         sources = Sources.now(asked, reading.files(paths))
-    known = None if home is None else sources.known_identity(home)
+    known = None if home is None else sources.known(home)
 
-    def read() -> datasets.Dataset:
+    def read() -> tuple[datasets.Dataset, int]:
         with _corpus_errors(name):
-            return _with_text(_read(name, hub, paths, reading=reading), name)
+            records = _read(name, hub, paths, reading=reading)
+            with_text = _with_text(records, name)
+            are_lines = all(path.suffix in TEXT for path in paths)  # blank ones stand between paragraphs
+            return with_text, 0 if are_lines else len(records) - len(with_text)
 
     if known is not None:
-        return Corpus(name, known, partial(_read_unchanged, read, sources, name))
-    loaded = read()
+        read_again = partial(_read_unchanged, lambda: read()[0], sources, name)
+        return Corpus(name, known.corpus, read_again, num_blank=known.num_blank)
+    loaded, num_blank = read()
     with _corpus_errors(name):
         has_copies = COPIES_OF in loaded.column_names
         identity = CorpusIdentity(
@@ -293,8 +306,8 @@ def load_corpus(
     if not sources.are_unchanged():
         raise CorpusError(_CHANGED.format(name=name))
     if home is not None:
-        sources.remember(home, identity)
-    return Corpus(name, identity, lambda: loaded)
+        sources.remember(home, identity, num_blank)
+    return Corpus(name, identity, lambda: loaded, num_blank=num_blank)
 
 
 def _refuse_columns(

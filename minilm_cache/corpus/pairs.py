@@ -33,7 +33,7 @@ BETWEEN: Final = "\x1e"
 _OPTION: Final = "--pair-columns"
 _MOST_SCORE: Final = 1e6
 """Scores are float32, and so are the sums of their squares; no model gives one of this size."""
-_LIST_AS_TEXT: Final = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
+_LIST_AS_TEXT: Final = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 """A list of texts as Python or JSON writes it, and with it tools that write tables of lists."""
 _SAME_SCORE: Final = 1e-3
 """Greatest difference of two scores of one pair, which other batches of a model explain."""
@@ -271,21 +271,17 @@ def _text(value: object, column: str, where: str) -> str:
             f"corpus: {where} holds {kind_of(value)} in column {column!r}, not text. Name another with "
             "--pair-columns, or store it as text."
         )
-    return plain_text(whole_text(value, f"corpus: {where}"), where)
-
-
-def _documents(value: object, column: str, where: str) -> list[str]:
-    """Return the documents of a column of groups: those of a list, one text, or none.
-
-    Raises:
-        CorpusError: one is no text, or is a list that was written as text.
-    """
     is_of_table = where.endswith((".csv", ".tsv"))  # which have no lists
-    if is_of_table and isinstance(value, str) and _LIST_AS_TEXT.fullmatch(value.strip()):
+    if is_of_table and _LIST_AS_TEXT.fullmatch(value.strip()):
         raise CorpusError(
             f"corpus: {where} holds a list that was written as text in column {column!r}: {value[:40]!r}. "
             "Write groups as .jsonl or .parquet, which have lists."
         )
+    return plain_text(whole_text(value, f"corpus: {where}"), where)
+
+
+def _documents(value: object, column: str, where: str) -> list[str]:
+    """Return the documents of a column of groups: those of a list, one text, or none."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [_text(each, column, where) for each in values]
 

@@ -474,11 +474,16 @@ def _strings(values: pa.Array | pa.ChunkedArray, name: object, first: int) -> li
 
 
 def as_key(value: object, where: str) -> str | None:
-    """Return a value as text, as Arrow writes numbers. None stays None; see `whole_text`."""
-    if value is None:
+    """Return a value as text, as Arrow writes numbers; see `whole_text`.
+
+    Returns:
+        The text. None means that the record says nothing: its value is null, NaN, or a blank, which is all
+        that a table of text can write.
+    """
+    if value is None or value != value:  # NaN is no value
         return None
     if isinstance(value, str):
-        return whole_text(value, where)
+        return whole_text(value, where) if value.strip() else None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     try:

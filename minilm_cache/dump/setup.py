@@ -280,6 +280,11 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
         f"({counted(corpus.identity.num_documents, 'document')})"
     )
     _refuse_no_comparison(config, teacher, corpus)
+    if corpus.num_blank:
+        session.progress.note(
+            f"{config.corpus}: {corpus.num_blank:,} of {corpus.num_blank + corpus.identity.num_documents:,} "
+            "records have an empty text, and are left out"
+        )
     if skipped := num_skipped(config.corpus):
         session.progress.note(
             f"{config.corpus}: {counted(skipped, 'file')} of other kinds, or linked folders, skipped"

@@ -12,6 +12,19 @@ from tests.conftest import Command
 from tests.support import World
 
 
+def test_records_with_an_empty_text_are_left_out_aloud(world: World, command: Command) -> None:
+    texts = ["", "ba be bi", " ", "be bo bu"] * 20
+    file = world.root / "half.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("dump", "--teacher", world.teacher, "--corpus", file, "--max-length", 32, "--device", "cpu")
+    for _ in range(2):  # also where the text is known
+        code, _, err = command(*words)
+        assert code == 0, err
+        assert "40 of 80 records have an empty text, and are left out" in err
+    world.corpus.write_text("ba be\n\n\n\nbi bo\n")
+    assert "empty text" not in command(*words[:4], world.corpus, *words[5:], "--documents", "lines")[2]
+
+
 def test_linked_folders_are_skipped_aloud_and_broken_links_refused(world: World, command: Command) -> None:
     folder, other = world.root / "texts", world.root / "other"
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -196,6 +197,19 @@ def test_records_without_a_value_are_no_copies(tmp_path: Path) -> None:
 
     assert len(set(numbers[::2])) == 1
     assert len(set(numbers[1::2])) == 4
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_blank_or_a_nan_is_no_value(tmp_path: Path, ending: str) -> None:
+    file, texts = tmp_path / f"c.{ending}", [f"ba {n}" for n in range(4)]
+    if ending == "csv":
+        file.write_text("text,document\n" + "".join(f"{text},{' ' * n}\n" for n, text in enumerate(texts)))
+    elif ending == "jsonl":
+        file.write_text("".join(f'{{"text": "{text}", "document": NaN}}\n' for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts, "document": [math.nan] * 4}), file)
+    assert len(set(groups_of(file))) == 4
+    assert list(load_corpus(str(file)).marks()) == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pairs of texts as sequences: transformers' own tokenizers and models are the oracle."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -366,6 +367,10 @@ def test_lists_that_were_written_as_text_are_refused(world: World, command: Comm
     command.fails(
         *words, code=1, says=("a list that was written as text in column 'neg'", ".jsonl or .parquet")
     )
+    for row in ("['a one', 'b two']", '["it is", "more"]', "['a one', \"it's\"]"):
+        with file.open("w", newline="") as opened:
+            csv.writer(opened).writerows([["query", "documents"], ["ba", row]])
+        command.fails(*words[:-1], "query,documents", code=1, says="written as text in column 'documents'")
 
 
 def test_the_first_record_may_lack_documents(tmp_path: Path) -> None:

@@ -247,6 +247,16 @@ def test_both_texts_of_pairs_get_the_copies_that_they_get_alone(
     command.fails(*both, "--out", tmp_path / "no", code=2, says="--text-column and --pair-columns")
 
 
+def test_records_without_a_mark_are_texts_of_their_own(command: Command, model: Path, tmp_path: Path) -> None:
+    marks = ["a", "a", None, "", None]
+    rows = [json.dumps({"text": f"ba be {n}", "document": mark}) for n, mark in enumerate(marks)]
+    (tmp_path / "marked.jsonl").write_text("\n".join(rows))
+    words = ("augment", "--teacher", model, "--max-length", 64, "--corpus", tmp_path / "marked.jsonl")
+    assert command(*words, "--copies", 1, "--out", tmp_path / "out.jsonl")[0] == 0
+    found = [json.loads(line)["document"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found == [0, 0, 0, 0, 2, 2, 3, 3, 4, 4]
+
+
 def test_copies_of_copies_stay_with_their_text(
     command: Command, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
