@@ -17,6 +17,8 @@ from rich.text import Text
 _STDERR = 2
 _LONGEST_NAME = 48
 """Most characters of a first column that is not broken over lines, so that names can be copied."""
+_LONGEST_FIGURE = 16
+"""Most characters of a cell after the names that is not broken over lines."""
 _PIPE_WIDTH = 240
 _AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 """Prints names as they are: rich would read colons as emoji and brackets as markup, as in `hf:ID:CONFIG`."""
@@ -150,17 +152,20 @@ def print_table(
     table = Table()
     for number, column in enumerate(columns):
         is_name = number == 0 and all(len(row[0]) <= _LONGEST_NAME for row in rows)
+        is_figure = number >= num_names
+        cells = [len(_printable(row[number])) for row in rows]
         table.add_column(
             _printable(column),
-            justify="left" if number < num_names else "right",
+            justify="right" if is_figure else "left",
             overflow="fold",
             no_wrap=is_name,
+            min_width=min(max(cells, default=0), _LONGEST_FIGURE) if is_figure else None,
         )
     for row in rows:
         table.add_row(*map(_printable, row))
     # Nothing is cut off: a pipe gets a wide table, and a narrow terminal gets more lines.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table)
+    Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table, crop=False)
 
 
 def print_from_signal(message: str) -> None:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from minilm_cache.cli.early import refuse_no_extra
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import Repeated
-from minilm_cache.settings import FrozenSettings, flag_of, whole_number
+from minilm_cache.settings import FrozenSettings, decimal_number, flag_of, whole_number
 from minilm_cache.train.config import presets
 
 Given = dict[str, Any]
@@ -228,12 +228,12 @@ def _parameter(
     if any(isinstance(each, Repeated) for each in info.metadata):
         kind = list[str]
     flag = flag_of(name, info)
-    is_number = int in (kind, *get_args(kind))
+    number = next((each for each in _PARSERS if each in (kind, *get_args(kind))), None)
     option = typer.Option(
         flag,
         help=_help_text([settings.model_fields[field] for settings, field in fields]),
-        metavar=metavar or ("<int>" if is_number else None),
-        parser=typed_number if is_number else None,
+        metavar=metavar or (None if number is None else f"<{number.__name__}>"),
+        parser=None if number is None else _PARSERS[number],
         rich_help_panel=_group(model, field),
     )
     is_required = info.is_required() and not may_lack
@@ -254,6 +254,21 @@ def typed_number(text: str) -> int:
         return whole_number(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def typed_decimal(text: str) -> float:
+    """Return the number that a user typed, as `decimal_number` reads it.
+
+    Raises:
+        typer.BadParameter: the text is no number.
+    """
+    try:
+        return decimal_number(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_PARSERS: Final[Mapping[type, Callable[[str], float]]] = {int: typed_number, float: typed_decimal}
 
 
 def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - any type of a field

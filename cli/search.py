@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.filesize import decimal
 
-from minilm_cache.cli.console import print_json, print_notes, print_pairs, print_table
+from minilm_cache.cli.console import print_error, print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
@@ -80,9 +80,15 @@ def search(
         files = {"search": str(out), "report": str(result.report)}
         found = {"winner": result.winner.name, **student, "cautions": result.cautions}
         print_json({**files, **found, **record})
-        return
-    _print(result, config, place)
-    print_notes(result.cautions)
+    else:
+        _print(result, config, place)
+        print_notes(result.cautions)
+    if result.ended_worse:
+        print_error(
+            f"{result.winner.name} ended worse than it began its last round. Search again with another --out "
+            f"and more --steps, a lower --lr, or more text; all is kept in {result.path}."
+        )
+        raise typer.Exit(1)
 
 
 def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> None:
@@ -104,10 +110,11 @@ def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> N
             "best": f"{result.winner.name}, {result.latency_ms:.2f} ms when measured anew",
             "student": result.student,
             "report": result.report,
-            "next": f"minilm-cache export-model {quote(str(result.student))} {form} "
-            f"--out {quote(str(result.path / 'exported'))}",
         }
     )
+    if not result.ended_worse:
+        student, exported = quote(str(result.student)), quote(str(result.path / "exported"))
+        print_pairs({"next": f"minilm-cache export-model {student} {form} --out {exported}"})
 
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:

@@ -59,9 +59,9 @@ _REMEDIES: Final = {
     errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
     errno.EEXIST: "Something with that name exists: choose another place",
     errno.EISDIR: "A folder stands where a file is needed: choose another place",
-    errno.EACCES: "Choose a folder you may write to, or change its permissions",
+    errno.EACCES: "Change its permissions, or choose another place",
     errno.EFBIG: "The file system takes no file of this size: choose another place",
-    errno.EPERM: "Choose a folder you may write to, or change its permissions",
+    errno.EPERM: "Change its permissions, or choose another place",
 }
 
 

@@ -28,7 +28,9 @@ DEFAULT_LOCAL_BYTES = 2**34
 """Bytes of shards of a cache at a URL that are kept on a machine."""
 
 
-_NUMBER: Final = re.compile(r"(?P<digits>[+-]?[0-9]+(?:\.[0-9]+)?)(?P<factor>[kMG]?)")
+_NUMBER: Final = re.compile(
+    r"(?P<digits>[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?P<factor>[kMG]?)"
+)
 _FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -41,8 +43,25 @@ def whole_number(text: str) -> int:
     typed = _NUMBER.fullmatch(text)
     number = Decimal(typed["digits"]) * _FACTORS[typed["factor"]] if typed else Decimal("0.5")
     if number != int(number):
-        raise ValueError(f"{text!r} is not a whole number. Write it like 20000, 20k, 1.5M or 2G.")
+        raise ValueError(f"{text!r} is not a whole number. Write it like 20000, 20_000, 20k, 1.5M or 2G.")
     return int(number)
+
+
+def decimal_number(text: str) -> float:
+    """Return the number with a fraction that a user typed, which may end with k, M or G.
+
+    Raises:
+        ValueError: the text is no number.
+    """
+    typed = _NUMBER.fullmatch(text)
+    if typed:
+        return float(Decimal(typed["digits"]) * _FACTORS[typed["factor"]])
+    if "_" in text:
+        raise ValueError(f"{text!r} is not a number. Write it like 0.001 or 1e-3.")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number. Write it like 0.001 or 1e-3.") from None
 
 
 def _kind(annotation: Any) -> Any:  # noqa: ANN401 - any type of a field

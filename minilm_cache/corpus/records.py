@@ -6,6 +6,7 @@ anything.
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
 COPIES_OF: Final = "copies of"
 """Column of loaded documents with the values of column `COPIES_COLUMN`."""
+_USUAL_NAMES: Final = re.compile(
+    "query|question|anchor|documents?|passage|answer|context|(text|sentence)[12]?|premise|hypothesis|positive|"
+    "negative|pos|neg|[qp]?id|label|score",
+    re.IGNORECASE,
+)
+"""Names that columns of pairs have, and that no text consists of."""
 _ROWS: Final = 1024
 _MOST_NULS: Final = 0.05
 """Greatest share of NULs in a text."""
@@ -234,7 +241,7 @@ def columns_of(file: Path) -> list[str]:
                 refuse_bomb(opened, ())
             return list(pq.read_schema(file).names)
         with file.open(encoding="utf-8-sig", newline="") as opened:
-            return next(_csv_rows(file, opened), [])
+            return [name.strip() for name in next(_csv_rows(file, opened), [])]
 
 
 def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -254,14 +261,26 @@ def _csv_columns(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
-        header = next(rows, [])
+        first = next(rows, [])
+        header = [name.strip() for name in first]
         are_numbers = by_number and all(name.isdecimal() for name in columns)
         if header and are_numbers and not set(columns) <= set(header):
-            rows = chain([header], rows)
+            _refuse_header(file, header, columns)
+            rows = chain([first], rows)
             header = [str(number) for number in range(len(header))]
         names = _present(file, header, columns)
         for number, row in enumerate(rows):
             yield f"record {number} (counted from 0)", {name: row[header.index(name)] for name in names}
+
+
+def _refuse_header(file: Path, first: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise CorpusError if the first row of a table whose columns are numbered holds names of columns."""
+    names = [first[int(column)] for column in columns if int(column) < len(first)]
+    if names and all(map(_USUAL_NAMES.fullmatch, names)):
+        raise CorpusError(
+            f"corpus {file} begins with {', '.join(names)}, which are names of columns and no texts. Give "
+            "them in place of numbers, or remove the line."
+        )
 
 
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -425,7 +444,7 @@ def _paragraphs(opened: IO[str]) -> Iterator[str]:
 
 
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
-    """Yield the header of a .csv or .tsv file, without spaces around names, and its rows, as long ones."""
+    """Yield the header of a .csv or .tsv file, and its rows, which are as long."""
     csv.field_size_limit(min(sys.maxsize, MAX_LINE))
     reader = csv.reader(opened, strict=True)
     if file.suffix == ".tsv":  # as GLUE's files have it: quotes are part of a text
@@ -437,8 +456,7 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
                 continue
             if num_fields is None:
                 num_fields = len(row)
-                yield [name.strip() for name in row]
-            elif len(row) == num_fields:
+            if len(row) == num_fields:
                 yield row
             else:
                 raise CorpusError(

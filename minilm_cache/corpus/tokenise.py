@@ -54,7 +54,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.prompts import chosen_prompt, read_prompts
-from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
+from minilm_cache.models.tokenizer import load_tokenizer, num_ids, tokenizer_sha256
 from minilm_cache.session import ALONE, Session, awaited
 from minilm_cache.settings import CorpusSettings, TokenizeConfig
 from minilm_cache.storage_schema.arrays import token_dtype
@@ -145,7 +145,7 @@ def tokenise(
         if shared is None:
             write()
             return Tokens(folder, corpus.name, tokenizer)
-        with fetched_or_first(shared, folder, len(tokenizer), session=session) as is_fetched:
+        with fetched_or_first(shared, folder, num_ids(tokenizer), session=session) as is_fetched:
             if not is_fetched:
                 write()
                 send(folder, shared, session=session)
@@ -234,7 +234,7 @@ def _write(
     """Write the parts that are missing, then what describes all of them."""
     remove_abandoned(folder.glob(f".*{PARTIAL}"))
     documents = corpus.documents
-    dtype = np.dtype(token_dtype(len(tokenizer))).newbyteorder("<").str
+    dtype = np.dtype(token_dtype(num_ids(tokenizer))).newbyteorder("<").str
     bounds = _bounds(documents)
     jobs = [
         _PartJob(

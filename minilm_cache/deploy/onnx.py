@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, first_line, needs
 from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run
-from minilm_cache.models.load import has_sides, is_classifier
+from minilm_cache.models.load import has_sides, is_classifier, usable_length
 from minilm_cache.models.pooling import SentenceEncoder
 
 with needs("an export", "onnx"):
@@ -168,12 +168,14 @@ def check_same(
         DeviceError: the difference is more than `TOLERANCE`.
     """
     traced = Traced(model, reads_pairs=reads_pairs).eval()
-    config: Any = model.model.config if isinstance(model, SentenceEncoder) else model.config
-    ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % config.vocab_size
+    plain = model.model if isinstance(model, SentenceEncoder) else model
+    assert isinstance(plain, PreTrainedModel), "an exported model is not exported again"
+    config, length = plain.config, usable_length(plain, 24)
+    ids = torch.arange(5, 5 + 3 * length).reshape(3, length) % config.vocab_size
     mask = torch.ones_like(ids)
-    mask[0, 12:] = 0
+    mask[0, length // 2 :] = 0
     sides = torch.zeros_like(ids)
-    sides[:, 8:] = 1
+    sides[:, length // 3 :] = 1
     every: Mapping[str, Tensor] = {IDS: ids, MASK: mask, SEGMENTS: sides}
     values = {each: every[each] for each in traced.inputs}
     differences = (run(values) - traced(*values.values())).abs()

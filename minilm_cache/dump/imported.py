@@ -24,7 +24,7 @@ from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, identity_and_place
-from minilm_cache.errors import CorpusError, TeacherError
+from minilm_cache.errors import CorpusError
 from minilm_cache.models.files import VOLATILE
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config
@@ -33,7 +33,7 @@ from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.prompts import Prompts
 from minilm_cache.models.student import check_family_positions
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.models.tokenizer import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_ids_beyond
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.signals import Signals
 from minilm_cache.session import ALONE, Session
@@ -151,11 +151,7 @@ class ImportedTeacher(Teacher):
         self.tokenizer = load_tokenizer(source.folder)
         self.config: PreTrainedConfig = read_config(source.folder)
         self._known, self._mode = known, config.pooling
-        if len(self.tokenizer) > self.config.vocab_size:
-            raise TeacherError(
-                f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
-                f"{self.config.vocab_size}. Put the tokenizer that belongs to the model there."
-            )
+        refuse_ids_beyond(self.tokenizer, self.config.vocab_size, source.folder)
         check_family_positions(
             self.config,
             self.folder,

@@ -50,8 +50,8 @@ def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
     donor = CacheReader(add)
     donor_identity = donor.manifest.identity
     free = {"layers", "states"}
-    theirs, ours = donor_identity.model_dump(exclude=free), identity.model_dump(exclude=free)
-    differing = [name for name in ours if ours[name] != theirs[name]]
+    theirs, ours = (each.model_dump(mode="json", exclude=free) for each in (donor_identity, identity))
+    differing = [*differing_values(theirs, ours)]
     if not set(donor_identity.layers) <= set(identity.layers):
         differing.append("layers")
     differing += _states_that_differ(donor_identity.states, identity.states)
@@ -158,6 +158,7 @@ def resolve_dump(
         plain = config.with_changes(precision="float32")
         return resolve_dump(plain, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     refuse_file(path)
+    _refuse_other_cache(path, identity)
     if config.keep_weights:
         teacher.refuse_large_weights()
     _remember(session, teacher)
@@ -190,6 +191,12 @@ def refuse_other_dump(config: DumpConfig, path: Path, session: Session) -> None:
     if (path / MANIFEST).is_file():
         teacher, corpus = _load(config, session, like=path)
         identity, _ = identity_and_place(config, teacher, corpus=corpus, out=path, home=session.home)
+        _refuse_other_cache(path, identity)
+
+
+def _refuse_other_cache(path: Path, identity: CacheIdentity) -> None:
+    """Raise IdentityMismatchError where a folder has another cache; without a cache, do nothing."""
+    if (path / MANIFEST).is_file():
         there, asked = (each.model_dump(mode="json") for each in (read_manifest(path).identity, identity))
         refuse_other_cache(path, differing_values(there, asked))
 

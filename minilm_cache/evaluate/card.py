@@ -206,12 +206,13 @@ def _place(result: EvalResult) -> tuple[object, ...]:
 
 def _results(summary: Summary) -> list[EvalResult]:
     task = TASKS.get(summary.task)  # None: one's own, which is on no hub
+    title = name_in_cards(summary.task, summary.track)
     places = {name: (None, name) if task is None else task.place(name) for name in summary.scores}
     return [
         EvalResult(
             task_type=_card_type(task, scores),
             dataset_type=summary.task if task is None else task.hub,
-            dataset_name=name_in_cards(summary.task, summary.track),
+            dataset_name=f"{title}, {summary.num_scored[name]:,} examples",
             dataset_config=places[name][0],
             dataset_split=places[name][1],
             metric_type=metric.replace(" ", "_"),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import CorpusError, InvalidConfigError, first_line, needs
+from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError, first_line, needs
 from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.glue import read_dev
@@ -21,7 +21,7 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import read_config
+from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.tokenizer import load_tokenizer
@@ -113,14 +113,31 @@ def compare_embeddings(
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
             parts = list(_encoded(encoder, texts, config, session=session))
         vectors = np.concatenate(parts).astype(np.float64)
+        refuse_no_direction(vectors, model.name)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # a dot product's are not of unit length
         teacher = vectors if teacher is None else teacher
         path = paths[model.name]
         if path is not None:
-            _save(encoder, path, model.folder)
+            _save(encoder, path, model)
         mteb = mteb_scores(encoder, tasks)
         scores.append(_scores(model.name, vectors, teacher=teacher, human=human, mteb=mteb, path=path))
     return scores
+
+
+def refuse_no_direction(vectors: npt.NDArray[np.floating[Any]], name: str) -> None:
+    """Raise TeacherError for vectors that are NaN, infinite or of length 0, which are near to nothing.
+
+    Args:
+        vectors: vectors of texts, `(texts, width)`.
+        name: name of the model, for the message.
+    """
+    lengths = np.linalg.norm(vectors, axis=1)
+    wrong = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
+    if len(wrong):
+        raise TeacherError(
+            f"{name} gives {len(wrong):,} of {len(vectors):,} texts a vector that is NaN, infinite or of "
+            "length 0. Get its weights again."
+        )
 
 
 def _encoded(
@@ -148,8 +165,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
     """
     refuse_answers(model.folder, model.name)
     if model.pools:  # what its folder reads of a text is what it gives in use
-        own = load_tokenizer(model.folder, has_ends=False)
-        max_length = min(max_length, text_length(model.folder, own, read_config(model.folder)))
+        max_length = min(max_length, _own_length(model))
     tokenizer = model.tokenizer(max_length, has_ends=False)
     safely = {"trust_remote_code": False, "local_files_only": True}
     transformer: Transformer | _ExportedTransformer
@@ -241,12 +257,25 @@ def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
     return path
 
 
-def _save(encoder: SentenceTransformer, path: Path, source: Path) -> None:
-    """Write a model with its pooling, and the card of the folder that it comes from."""
+def _own_length(model: Evaluated) -> int:
+    """Return how many tokens of a text a folder reads."""
+    tokenizer = load_tokenizer(model.folder, has_ends=False)
+    return text_length(model.folder, tokenizer, read_config(model.folder))
+
+
+def _save(encoder: SentenceTransformer, path: Path, model: Evaluated) -> None:
+    """Write a model with its pooling, and the card of the folder that it comes from.
+
+    The folder reads as many tokens of a text as the model's own, and not as few as were measured.
+    """
+    measured, encoder.max_seq_length = encoder.max_seq_length, _own_length(model)
+    if isinstance(first := encoder[0], Transformer):
+        encoder.max_seq_length = usable_length(first.auto_model, encoder.max_seq_length)
     with saving("write model", path), new_folder(path, replaces=False) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
-        if (source / CARD).is_file():
-            (folder / CARD).write_bytes(bounded_bytes(source / CARD, 2**20))
+        if (model.folder / CARD).is_file():
+            (folder / CARD).write_bytes(bounded_bytes(model.folder / CARD, 2**20))
+    encoder.max_seq_length = measured  # for what is measured after it
 
 
 def _scores(

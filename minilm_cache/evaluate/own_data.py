@@ -23,6 +23,8 @@ class OwnData:
     documents: Mapping[str, str]
     right: Mapping[str, Mapping[str, int]]
     """For each query, the grade of each document that is right, above 0."""
+    num_unanswered: int = 0
+    """Judged queries without a relevant document, which are left out."""
 
     def is_itself(self, query: str, document: str) -> bool:
         """Return whether a document is the query, and was not judged: it is never an answer.
@@ -43,12 +45,19 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
     Args:
         named: the data, and which corpus is searched, too.
         session: its home is the folder of what is kept of texts from the hub. Its progress shows how many
-            relevant documents stand in a text of the corpus, which counts as wrong.
+            queries are left out, and how many relevant documents stand in a text of the corpus, which counts
+            as wrong.
 
     Raises:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
     """
     data = read_own_data(named)
+    if data.num_unanswered:
+        judged = data.num_unanswered + len(data.queries)
+        session.progress.note(
+            f"{named.judged}: {data.num_unanswered:,} of {judged:,} judged queries have no relevant "
+            "document, and are left out"
+        )
     if named.beside is None:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds
@@ -126,4 +135,5 @@ def _of_judgements(file: Path, texts: tuple[Path, Path]) -> OwnData:
     }
     right = {query: grades for query, grades in graded.items() if grades}
     queries = {query: text for query, text in judged.queries.items() if query in right}
-    return OwnData(queries=queries, documents=judged.documents, right=right)
+    num_unanswered = len(judged.queries) - len(queries)
+    return OwnData(queries=queries, documents=judged.documents, right=right, num_unanswered=num_unanswered)

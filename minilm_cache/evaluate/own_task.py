@@ -135,7 +135,8 @@ def read_labelled(
         for name, rows in sets.items()
     }
     kind = f"{len(classes)} classes ({', '.join(classes[:8])})" if classes else "values on a scale"
-    note(f"{task.title}: {kind}, scored by {' and '.join(task.metrics)}")
+    scored = [f"f1 of {classes[-1]}" if metric == "f1" else metric for metric in task.metrics]
+    note(f"{task.title}: {kind}, scored by {' and '.join(scored)}")
     if config.as_is and config.dev is None:
         note(f"{task.title}: all of its texts are scored, also those that a model may have been tuned on")
     return task, [Track(name="", train=examples["train"], dev={"dev": examples["dev"]}, test={})]

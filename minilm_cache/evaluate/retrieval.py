@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import needs
-from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.embeddings import refuse_no_direction, sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.settings import EmbeddingsConfig, OwnDataSettings
@@ -103,10 +103,11 @@ def vectors_of(
     device = choose_device(config.device)
     encoder = sentence_encoder(model, config.max_length, str(device))
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
-        return (
-            _encoded(encoder.encode_query, list(data.queries.values()), config, session=session),
-            _encoded(encoder.encode_document, list(data.documents.values()), config, session=session),
-        )
+        queries = _encoded(encoder.encode_query, list(data.queries.values()), config, session=session)
+        documents = _encoded(encoder.encode_document, list(data.documents.values()), config, session=session)
+    for vectors in (queries, documents):
+        refuse_no_direction(vectors, model.name)
+    return queries, documents
 
 
 def _encoded(

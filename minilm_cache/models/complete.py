@@ -387,11 +387,18 @@ def refuse_longer_texts(
 
 
 def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> int:
-    """Return the most tokens that a sentence encoder reads of a text, special tokens included."""
-    own, limit = _settings(_reading_file(folder)).get("max_seq_length"), positions_of(config) or math.inf
-    if isinstance(own, int) and own > 0:
-        return int(min(own, limit))
-    return int(min(tokenizer.model_max_length, limit))
+    """Return the most tokens that a sentence encoder reads of a text, special tokens included.
+
+    Raises:
+        TeacherError: the number in its folder is none.
+    """
+    file = _reading_file(folder)
+    own, limit = _settings(file).get("max_seq_length"), positions_of(config) or math.inf
+    if own is None:
+        return int(min(tokenizer.model_max_length, limit))
+    if type(own) is not int or own < 1:
+        raise TeacherError(f"{file}: max_seq_length {own!r} is no number of tokens. Correct it.")
+    return int(min(own, limit))
 
 
 def _reading_file(folder: Path) -> Path:

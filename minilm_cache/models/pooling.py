@@ -213,7 +213,7 @@ class SentencePooler(nn.Module):
         _write(folder / MODULES, listed)
 
 
-def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
+def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig, *, most: int | None = None) -> None:
     """Add what sentence-transformers reads to a folder of a model, where the source of the model has it.
 
     Linear maps stay out where the new model has another width than its source.
@@ -222,6 +222,8 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
         source: folder of the model that it was made from.
         folder: folder of the new model.
         config: configuration of the new model.
+        most: most tokens of a text that the new model can read. None means as many as its configuration and
+            the source say.
 
     Raises:
         TeacherError: the source's pooling or prompts are damaged.
@@ -240,7 +242,7 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
                 pooler.mode, normalize=pooler.normalize, includes_prompt=pooler.includes_prompt
             )
         max_length = text_length(source, tokenizer, config)
-        pooler.save(folder, hidden_size=config.hidden_size, max_length=max_length)
+        pooler.save(folder, hidden_size=config.hidden_size, max_length=min(max_length, most or max_length))
     if (source / PROMPTS_FILE).is_file():
         (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json(read_similarity(source)))
 
@@ -258,14 +260,18 @@ def leaves_prompts_out(folder: Path) -> bool:
     Raises:
         TeacherError: a file is damaged.
     """
-    return any(
-        read_json(file).get("include_prompt") is False for file in folder.glob("*_Pooling/config.json")
-    )
+    files = [path / "config.json" for kind, path in _modules(folder) if kind == "Pooling"]
+    return any(read_json(file).get("include_prompt") is False for file in files if file.is_file())
 
 
 def map_files(folder: Path) -> list[Path]:
-    """Return the files of the linear maps behind a sentence encoder's pooling; empty where there are none."""
-    return sorted(folder.glob("*_Dense/model.safetensors"))
+    """Return the files of the linear maps behind a sentence encoder's pooling; empty where there are none.
+
+    Raises:
+        TeacherError: its list of modules is damaged.
+    """
+    files = [path / "model.safetensors" for kind, path in _modules(folder) if kind == "Dense"]
+    return [file for file in files if file.is_file()]
 
 
 def num_map_weights(folder: Path) -> int:
@@ -325,14 +331,19 @@ def _refuse_foreign_code(listed: Sequence[Any], file: Path) -> None:
         )
 
 
-def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePooler:
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the kind and the folder of each module of a sentence encoder; empty where it names none.
+
+    Raises:
+        TeacherError: its list of modules is damaged, or names a folder outside its own.
+    """
+    file = folder / MODULES
+    if not file.is_file():
+        return []
     listed = read_json(file, kind=list)
     try:
         paths = [PurePosixPath(str(module["path"])) for module in listed]
-        modules = [
-            (str(module["type"]).rsplit(".", 1)[-1], folder / path)
-            for module, path in zip(listed, paths, strict=True)
-        ]
+        kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in listed]
     except (KeyError, TypeError) as error:
         raise TeacherError(f"{file} is not a list of modules. Save the model again.") from error
     outside = next((path for path in paths if path.is_absolute() or ".." in path.parts), None)
@@ -340,6 +351,11 @@ def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePo
         raise TeacherError(
             f"{file} names {outside}, which is outside the model's folder. Do not use this model."
         )
+    return [(kind, folder / path) for kind, path in zip(kinds, paths, strict=True)]
+
+
+def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePooler:
+    modules = _modules(folder)
     refuse_other_reading(folder, lower_cases=_lower_cases(folder), adds_prompts=adds_prompts)
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
@@ -355,16 +371,16 @@ def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePo
             f"{file} names {odd}, and only Transformer, Pooling, Dense and Normalize, in this order, can be "
             "computed here. Take another teacher, or a copy of its folder without this file and --pooling."
         )
-    _refuse_foreign_code(listed, file)
+    _refuse_foreign_code(read_json(file, kind=list), file)
     normalising = [path / "config.json" for kind, path in modules if kind == "Normalize"]
     if any(path.is_file() and not _has_usual_names(read_json(path)) for path in normalising):
         raise TeacherError(
             f"{file}: its Normalize divides something else than vectors of texts. Take another teacher."
         )
-    if str(paths[0]) != ".":
+    if modules[0][1] != folder:
         raise TeacherError(
-            f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its "
-            "files there, and set the path to an empty one."
+            f"{file} has its Transformer in folder {modules[0][1].relative_to(folder)}, and it is read from "
+            f"{folder} itself. Move its files there, and set the path to an empty one."
         )
     pooling = modules[1][1] / "config.json"
     return SentencePooler(
@@ -523,8 +539,10 @@ class SentenceModel:
         refuse_more_words(self._tokenizer, self._encoder.model, folder)
         model = self._encoder.model
         limit = min(max_length, text_length(folder, self._tokenizer, model.config))
-        if isinstance(model, PreTrainedModel):  # a file that was exported names its limit itself
+        if isinstance(model, PreTrainedModel):
             limit = usable_length(model, limit)
+        else:  # a file that was exported cannot be asked, and its tokenizer names its limit
+            limit = min(limit, self._tokenizer.model_max_length)
         self._max_length, self._prompts = limit, read_prompts(folder)
         self._has_units = read_similarity(folder) != "dot"
 

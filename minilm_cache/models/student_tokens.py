@@ -80,6 +80,7 @@ class OtherTokenizer(StudentTokens):
                 texts.
         """
         self._cached, self.tokenizer = cached, own
+        own.truncation_side = "right"  # as students' folders say, whatever the donor's does
         self._cached_pair = None if pairs is None else pairs[0]
         self.pair = None if pairs is None else pairs[1]
         self.name = tokenizer_sha256(own)[:12]

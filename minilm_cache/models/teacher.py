@@ -26,7 +26,7 @@ from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity, says
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
-from minilm_cache.models.tokenizer import load_tokenizer, some_token, tokenizer_sha256
+from minilm_cache.models.tokenizer import load_tokenizer, refuse_ids_beyond, some_token, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
@@ -93,11 +93,8 @@ class Teacher:
         """What its weights take of the device's memory."""
         model = self._load(head)
         vocab_size = getattr(model.config, "vocab_size", None)  # models of images, refused below, have none
-        if vocab_size is not None and len(self.tokenizer) > vocab_size:
-            raise TeacherError(
-                f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
-                f"{vocab_size}. Put the tokenizer that belongs to the model there."
-            )
+        if vocab_size is not None:
+            refuse_ids_beyond(self.tokenizer, vocab_size, source.folder)
         if precision == "tf32" and device.type != "cuda":
             raise InvalidConfigError(
                 f"--precision tf32: only NVIDIA GPUs compute in TF32, and device {device} is none. "

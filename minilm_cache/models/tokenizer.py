@@ -78,8 +78,13 @@ def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenize
     return tokenizer
 
 
+def num_ids(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the greatest token id plus 1: the number of tokens, unless ids are left out."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
 def refuse_more_words(tokenizer: PreTrainedTokenizerFast, model: nn.Module, folder: Path) -> None:
-    """Raise TeacherError if a tokenizer has more words than its model has embeddings.
+    """Raise TeacherError if a tokenizer has more words, or higher ids, than its model has embeddings.
 
     Args:
         tokenizer: the tokenizer.
@@ -89,10 +94,22 @@ def refuse_more_words(tokenizer: PreTrainedTokenizerFast, model: nn.Module, fold
     find: Any = getattr(model, "get_input_embeddings", None)
     table = None if find is None else find()
     rows = table.num_embeddings if isinstance(table, nn.Embedding) else cast("Any", model).config.vocab_size
-    if len(tokenizer) > rows:
+    refuse_ids_beyond(tokenizer, rows, folder)
+
+
+def refuse_ids_beyond(tokenizer: PreTrainedTokenizerFast, rows: int, folder: Path) -> None:
+    """Raise TeacherError if a tokenizer has token ids for which a table of embeddings has no row.
+
+    Args:
+        tokenizer: the tokenizer.
+        rows: rows of the table.
+        folder: folder of both, for the message.
+    """
+    needed = num_ids(tokenizer)
+    if needed > rows:
         raise TeacherError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and the model has {rows} embeddings. "
-            "Save the tokenizer that it was trained with there."
+            f"the tokenizer in {folder} has ids up to {needed - 1}, {len(tokenizer)} tokens, and the model "
+            f"has {rows} embeddings. Save the tokenizer that it was trained with there."
         )
 
 

@@ -56,7 +56,7 @@ from minilm_cache.report.tables import (
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_unwritable, storage_errors, write_file
-from minilm_cache.wording import counted, number_text
+from minilm_cache.wording import counted, number_text, printable
 
 MAX_STUDENTS: Final = 8
 """Most students whose maps and layers are shown; tables and curves show all students."""
@@ -128,7 +128,7 @@ def write_report(
     page = _render(
         {
             "title": title,
-            "remarks": [*remarks, *_fewer_pieces(runs)],
+            "remarks": [*remarks, *_left_out(runs)],
             "version": RELEASE,
             "teacher": cache.manifest.labels.teacher,
             "is_live": teacher is not None,
@@ -270,29 +270,39 @@ def check_page(
     refuse_unwritable(path.parent)
 
 
-def _fewer_pieces(runs: Sequence[TrainedRun]) -> list[str]:
-    """Return what to say of students that cannot read the token ids of their cache."""
-    labels = [run.label for run in runs if not run.has_teachers_pieces]
-    if not labels:
-        return []
-    return [
-        f"{', '.join(labels)}: these students have another vocabulary than the teacher, so there are no maps "
-        "of them, and their figures are those that their training recorded"
-    ]
+def _left_out(runs: Sequence[TrainedRun]) -> list[str]:
+    """Return what to say of students that are in no map: of other pieces, or of another teacher."""
+    lines, first = [], runs[0].reference.manifest
+    if labels := [run.label for run in runs if not run.has_teachers_pieces]:
+        lines.append(
+            f"{', '.join(labels)}: these students have another vocabulary than the teacher, so there are no "
+            "maps of them, and their figures are those that their training recorded"
+        )
+    if labels := [run.label for run in runs if not _has_teacher_of(run, runs[0])]:
+        lines.append(
+            f"{', '.join(labels)}: these students learned from another teacher than "
+            f"{printable(first.labels.teacher)}, so there are no maps of them"
+        )
+    return lines
+
+
+def _has_teacher_of(run: TrainedRun, other: TrainedRun) -> bool:
+    """Return whether two runs are compared with the same teacher."""
+    return run.reference.manifest.identity.teacher == other.reference.manifest.identity.teacher
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
-    """Return names and folders of students that can read the first run's sequences, at most 8, by seed."""
+    """Return names and folders of students that are in maps, at most 8, by seed.
+
+    They have the first run's teacher, and can read its sequences.
+    """
     first = runs[0].reference.manifest.identity
     shown = []
     for run in sorted(runs, key=lambda run: run.record.identity.seed):
         identity = run.reference.manifest.identity
         has_tokenizer = identity.tokenizer_sha256 == first.tokenizer_sha256
-        if (
-            has_tokenizer
-            and run.has_teachers_pieces
-            and identity.packing.max_length >= first.packing.max_length
-        ):
+        is_long = identity.packing.max_length >= first.packing.max_length
+        if has_tokenizer and is_long and run.has_teachers_pieces and _has_teacher_of(run, runs[0]):
             suffix = "" if len(runs) == 1 else f", {run.label}"
             shown += [(f"{student.arch}{suffix}", run.folder(student)) for student in run.students]
     return shown[:MAX_STUDENTS]
@@ -330,6 +340,12 @@ class ReportResult:
     """What readers of a comparison must know."""
 
 
+_OF_SEVERAL: Final = (
+    "Scores on tasks are those of several studies, which may have measured other examples, lengths or seeds: "
+    "compare them within a study"
+)
+
+
 def report_runs(
     folders: Sequence[Path], config: ReportConfig, *, out: Path, session: Session = ALONE
 ) -> ReportResult:
@@ -358,7 +374,9 @@ def report_runs(
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
     check_page(out, runs[0].reference, teacher=teacher, map_texts=map_texts)
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
-    scores = {name: scored for path in resolved for name, scored in known_scores(path).items()}
+    by_folder = [known_scores(path) for path in resolved]
+    scores = {name: scored for known in by_folder for name, scored in known.items()}
+    several = [_OF_SEVERAL] if sum(map(bool, by_folder)) > 1 else []
     students = students_table(runs, teacher, device=config.device, scores=scores)
     report = write_report(
         out,
@@ -368,6 +386,8 @@ def report_runs(
         map_texts=map_texts,
         title=config.title,
         paths=config.paths,
+        remarks=several,
         searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
-    return ReportResult(report=report, students=students, cautions=tuple(cautions(runs)))
+    said = (*cautions(runs), *(f"{line}." for line in several))
+    return ReportResult(report=report, students=students, cautions=said)

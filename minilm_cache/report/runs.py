@@ -368,8 +368,8 @@ def short_models(models: Iterable[str]) -> dict[str, str]:
 def cautions(runs: Sequence[TrainedRun]) -> list[str]:
     """Return what readers of a comparison must know: little or cut text, and students that ended worse."""
     lines = []
-    caches = {run.name: run.cache.manifest for run in runs}
-    for name, manifest in caches.items():
+    caches = {(run.name, run.cache.manifest.fingerprint): run.cache.manifest for run in runs}
+    for (name, _), manifest in caches.items():
         if manifest.num_held_out < FEW_HELD_OUT:
             held_out = counted(manifest.num_held_out, "held-out sequence")
             lines.append(f"{name}: {held_out}, too few to tell students apart. Give more text.")
@@ -387,7 +387,7 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
     worse = [
         f"{arch} of {run.label}"
         for run in runs
-        for arch in run.record.ended_worse(caches[run.name].num_held_out)
+        for arch in run.record.ended_worse(run.cache.manifest.num_held_out)
     ]
     if worse:
         lines.append(

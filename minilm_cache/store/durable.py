@@ -413,19 +413,29 @@ def refuse_existing(out: Path, option: str = "--out") -> None:
 
 
 def refuse_file(folder: Path, option: str = "--out") -> None:
-    """Raise InvalidConfigError if a folder, or one of its parents, is a file, and for a URL."""
+    """Raise InvalidConfigError if a folder, or one of its parents, is a file, and for a URL.
+
+    Raises:
+        StorageError: the folder does not exist, and may not be made.
+    """
     refuse_url(folder, option)
     file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise InvalidConfigError(f"{option} {folder}: {file} is a file. Choose another folder.")
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if nearest != folder.absolute() and not os.access(nearest, os.W_OK | os.X_OK):
+        raise StorageError(f"{option} {folder}: you may not write in {nearest}. Choose another folder.")
 
 
 def refuse_unwritable(folder: Path) -> None:
     """Raise StorageError if no file can be written into a folder, which is made if it is not there."""
     with storage_errors("write in", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            error.filename = str(folder)  # and not a name that nobody has given
+            raise
 
 
 def prepare_new(out: Path, option: str = "--out") -> None:

@@ -121,7 +121,7 @@ def refuse_other_cache(place: str | Path, differing: Iterable[str]) -> None:
     if words := ", ".join(differing):
         raise IdentityMismatchError(
             f"{place} holds another cache, which differs in {words}. Choose another --out, or repeat the "
-            "settings of the first dump."
+            "settings of the first dump, on the same text."
         )
 
 

@@ -102,6 +102,7 @@ def _kept(existing: CacheManifest | None, ours: CacheManifest) -> dict[str, File
 
 
 def _is_in_a_cache(place: str) -> bool:
+    place = place.removeprefix("file://")
     folder = Path(place).absolute()
     return not is_url(place) and any((each / MANIFEST).is_file() for each in (folder, *folder.parents))
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Literal
@@ -146,7 +147,9 @@ def student_prompts(reader: CacheReader) -> Prompts:
     if words is None:
         # Columns name the prompts of texts; else no text had one, and so none is the default.
         return prompts if reader.manifest.labels.role_column is not None else prompts._replace(default=None)
-    known = next((name for name, prompt in prompts.by_name.items() if prompt == words), GIVEN)
+    names = chain([GIVEN], (f"{GIVEN}-{number}" for number in count(2)))
+    free = next(name for name in names if name not in prompts.by_name)
+    known = next((name for name, prompt in prompts.by_name.items() if prompt == words), free)
     # A text without a prompt stays one, but the teacher's default is not what the student has read.
     return Prompts({**prompts.by_name, known: words}, None if prompts.default is None else known)
 

@@ -94,10 +94,10 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of the runs right below a folder, in the order of their names."""
-    return sorted(
-        record.parent for record in folder.glob(f"*/{RUN_FILE}") if not record.parent.name.endswith(REMOVED)
-    )
+    """Return the runs right below a folder, and those of its chains, studies and searches, by path."""
+    patterns = (f"*/{RUN_FILE}", f"*/runs/*/{RUN_FILE}", f"*/{ROUND}*/{RUN_FILE}")
+    runs = {record.parent for pattern in patterns for record in folder.glob(pattern)}
+    return sorted(run for run in runs if not run.name.endswith(REMOVED))
 
 
 def runs_of(folder: Path) -> list[Path]:

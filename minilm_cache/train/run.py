@@ -66,7 +66,7 @@ from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage
-from minilm_cache.wording import Made, Place, number_text
+from minilm_cache.wording import Made, Place, counted, number_text
 
 _LOOKED_AT: Final = 4096
 """Pairs that are looked at for a query with two documents; those of a query follow each other."""
@@ -260,7 +260,8 @@ def _run_in_words(path: Path, config: TrainConfig, *, objective: Objective, step
     noun = "layers" if "," in layers else "layer"
     others = config.spec.describes_layers(config.layer_map, config.teacher_layer)
     source = f"{noun} {layers} of the teacher, counted from 0" if layers else others
-    return f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, {source}"
+    what = f"{', '.join(config.arch)}, {counted(steps, 'step')}, objective {config.objective}"
+    return f"run {path}: {what}, {source}"
 
 
 @contextmanager

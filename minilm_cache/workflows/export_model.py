@@ -24,6 +24,7 @@ from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
 from minilm_cache.models.load import has_sides, load_model, own_head, usable_length
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
@@ -195,8 +196,10 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
         place, config.text_column, config.documents, home=session.home, pair_columns=config.pair_columns
     )
     step = max(1, len(corpus.documents) // (2 * config.texts))
+    # What encode puts before each text; the texts of a cache hold their prompts.
+    prompt = read_prompts(model.folder).of_every_text if model.pools else ""
     for text in islice(corpus.texts(), 0, None, step):
-        yield tuple(text.split(BETWEEN))
+        yield tuple(f"{prompt}{text}".split(BETWEEN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +254,7 @@ class _Export:
         longest = int(min(tokenizer.model_max_length, _LONGEST))
         tokenizer.model_max_length = usable_length(self.source, longest)
         tokenizer.save_pretrained(folder)
-        copy_pooling(model.folder, folder, self.source.config)
+        copy_pooling(model.folder, folder, self.source.config, most=tokenizer.model_max_length)
         result = ExportedResult(
             path=out,
             model=model.folder,

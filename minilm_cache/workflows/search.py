@@ -94,6 +94,8 @@ class SearchResult:
     """Milliseconds of a pass of the winner's shape, measured anew when all was trained."""
     report: Path
     """File of the page."""
+    ended_worse: bool
+    """Whether the student ended its last round worse than it began it."""
     cautions: tuple[str, ...]
     """What readers must know, such as students that ended worse than they began."""
 
@@ -148,6 +150,7 @@ def search(
     student = runs[winner.vocab].student_path(winner.arch)
     latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
     trained_runs = open_runs(out, cache_place=str(cache), home=session.home)
+    last = runs[winner.vocab]
     return SearchResult(
         path=out,
         record=record,
@@ -155,6 +158,7 @@ def search(
         student=student,
         latency_ms=latency_ms,
         report=_write_page(record, trained_runs, out=out, session=session),
+        ended_worse=winner.arch in last.record.ended_worse(last.num_held_out),
         cautions=(*record.doubts(winner.name, latency_ms), *cautions(trained_runs)),
     )
 

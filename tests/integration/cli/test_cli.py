@@ -343,6 +343,22 @@ def test_heads_that_do_not_divide(world: World, command: Command) -> None:
 # Caches
 
 
+def test_another_text_is_refused_before_a_codec_is_fitted_to_it(world: World, command: Command) -> None:
+    world.dump(codec="vectors")
+    with world.corpus.open("a") as corpus:
+        corpus.write("\n\nba be bi\n")
+    words = dump_arguments(world, "--codec", "vectors", k=None)
+    code, _, err = command(*words)
+    assert code == 1
+    assert "differs in corpus.num_documents (60 there, 61 asked)" in err
+    assert "of the first dump, on the same text" in err
+    assert "calibrat" not in err
+    words = dump_arguments(
+        world, "--codec", "topk", "--add", world.root / "cache", "--out", world.root / "more"
+    )
+    command.fails(*words, code=1, says=("--add", "codec.name (vectors there, topk asked)"))
+
+
 def test_folder_of_another_cache(world: World, command: Command) -> None:
     world.dump()
     command.fails(
@@ -430,7 +446,7 @@ def test_output_folder_below_a_file(world: World, command: Command) -> None:
 
 def test_teacher_of_another_vocabulary_than_its_tokenizer(world: World, command: Command) -> None:
     tiny_model("bert", vocab_size=50).save_pretrained(world.teacher)
-    command.fails(*dump_arguments(world), code=1, says="tokens, the model only 50")
+    command.fails(*dump_arguments(world), code=1, says="tokens, and the model has 50 embeddings")
 
 
 def test_roberta_teacher_with_positions_of_its_own(world: World, command: Command) -> None:

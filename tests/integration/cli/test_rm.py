@@ -60,6 +60,16 @@ def test_what_a_run_needs_is_kept(
     assert list((world.home / "runs").iterdir()) == []
 
 
+@pytest.mark.parametrize("place", ["found/round-0", "study/runs/one"])
+def test_what_a_search_or_a_study_beside_it_needs_is_kept(
+    world: World, run: Path, command: Command, place: str
+) -> None:
+    (world.root / place).parent.mkdir(parents=True)
+    run.rename(world.root / place)
+    command.fails("rm", world.root / "cache", "--yes", code=2, says=f"is needed by {Path(place).name}")
+    assert (world.root / "cache").is_dir()
+
+
 def test_a_run_whose_students_others_were_cut_from_is_kept(world: World, run: Path, command: Command) -> None:
     student = run / "students/1x32"
     for name, words in (

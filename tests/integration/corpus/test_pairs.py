@@ -373,6 +373,15 @@ def test_lists_that_were_written_as_text_are_refused(world: World, command: Comm
         command.fails(*words[:-1], "query,documents", code=1, says="written as text in column 'documents'")
 
 
+def test_tables_without_a_header_begin_with_a_pair(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    file.write_text("  ba be,bi\nbo,  bu\n")
+    assert list(load_corpus(str(file), pair_columns="0,1").texts()) == ["  ba be\x1ebi", "bo\x1e  bu"]
+    file.write_text("Query, document\nba,be\n")
+    with pytest.raises(CorpusError, match=r"begins with Query, document, which are names of columns"):
+        load_corpus(str(file), pair_columns="0,1")
+
+
 def test_the_first_record_may_lack_documents(tmp_path: Path) -> None:
     """Whether records are groups is seen in the first one that has some."""
     file = tmp_path / "groups.jsonl"

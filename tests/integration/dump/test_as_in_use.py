@@ -250,6 +250,16 @@ def test_prompts_stand_before_texts_and_students_have_them(
     torch.testing.assert_close(ours.encode(documents[:4]), opened.encode(documents[:4]))
 
 
+def test_words_that_were_given_replace_no_prompt_of_the_teacher(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean")
+    own = {"prompts": {"prompt": "ba be "}, "default_prompt_name": None}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(own))
+    words = dump_arguments(world, "--for", "embedding", "--prompt", "bo bu ", k=None)
+    assert command(*words)[0] == 0
+    given = student_prompts(open_cache(world.root / "cache").reader)
+    assert given.by_name == {"prompt": "ba be ", "prompt-2": "bo bu "}
+
+
 @pytest.mark.parametrize(("loss", "similarity"), [("mse", "dot"), ("cosine", "cosine")])
 def test_students_that_learn_lengths_are_compared_as_their_teacher(
     world: World, loss: str, similarity: str

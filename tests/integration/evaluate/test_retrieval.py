@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from transformers import AutoModel
@@ -23,6 +24,7 @@ from minilm_cache.evaluate.settings import RetrievalData
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import VOCABULARY, save_teacher
+from tests.tasks import write_glue
 
 
 def questions(count: int = 40) -> list[dict[str, str]]:
@@ -192,6 +194,72 @@ def test_the_interval_holds_the_mean_of_most_resamples() -> None:
     assert found.mean == pytest.approx(30)
     assert found.low == pytest.approx(30 - 1.96 * error, abs=1)
     assert found.high == pytest.approx(30 + 1.96 * error, abs=1)
+
+
+@pytest.mark.parametrize("weight", [3e38, 0.0])
+def test_vectors_without_a_direction_are_no_figures(
+    tmp_path: Path, models: tuple[Path, Path], command: Command, weight: float
+) -> None:
+    """Neither of retrieval, nor of a first stage or of STS-B; no hard negatives are drawn by them."""
+    teacher, other = models
+    weights = load_file(other / "model.safetensors")
+    for name in weights:
+        weights[name] = torch.full_like(weights[name], weight)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    rows, file, cut = questions(), tmp_path / "questions.jsonl", ("--max-length", 32)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    says = ("other gives", "NaN, infinite or of length 0", "Get its weights again")
+    command.fails("embeddings", teacher, other, "--retrieval", file, *cut, code=1, says=says)
+    command.fails(
+        "embeddings", teacher, other, "--data", write_glue(tmp_path / "glue"), *cut, code=1, says=says
+    )
+    mined = ("mine", other, "--retrieval", file, "--out", tmp_path / "mined.jsonl", *cut)
+    command.fails(*mined, code=1, says=says)
+    assert not (tmp_path / "mined.jsonl").exists()
+
+
+def test_saved_folders_read_as_many_tokens_as_their_models(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    plain = save_teacher(tmp_path / "plain", "roberta")  # which keeps positions back
+    data = ("--data", write_glue(tmp_path / "glue"), "--max-length", 16, "--save", tmp_path / "saved")
+    assert command("embeddings", models[0], plain, *data)[0] == 0
+    saved = {path.name: SentenceTransformer(str(path)) for path in (tmp_path / "saved").iterdir()}
+    assert saved["teacher"].max_seq_length == 32
+    assert saved["plain"].max_seq_length == plain_length(plain)
+    for model in saved.values():
+        model.encode(["ba be " * 80])
+
+
+def plain_length(folder: Path) -> int:
+    """Return how many tokens a model of transformers reads before its positions end."""
+    model = AutoModel.from_pretrained(folder)
+    lengths = range(1, model.config.max_position_embeddings + 1)
+    return max(length for length in lengths if reads(model, length))
+
+
+def reads(model: Any, length: int) -> bool:
+    try:
+        model(torch.full((1, length), 7))
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
+def test_queries_that_nothing_answers_are_left_out_aloud(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    rows = questions()
+    write_beir(tmp_path / "beir", rows)
+    before = command("embeddings", models[0], "--retrieval", tmp_path / "beir", "--max-length", 32, "--json")
+    with (tmp_path / "beir/qrels/test.tsv").open("a") as file:
+        file.write(f"Q{len({row['question'] for row in rows})}\tD1\t0\n")
+    code, out, err = command(
+        "embeddings", models[0], "--retrieval", tmp_path / "beir", "--max-length", 32, "--json"
+    )
+    assert code == 0
+    assert re.search(r"beir.*: 1 of 41 judged queries have no relevant document, and are left out", err)
+    assert json.loads(out)["retrieval"] == json.loads(before[1])["retrieval"]
 
 
 def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command: Command) -> None:

@@ -257,4 +257,4 @@ def test_misuse_of_models_and_options(world: World, command: Command) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["more", "words"])
     tokenizer.save_pretrained(world.teacher)
-    command.fails("evaluate", world.teacher, *asked, code=1, says="tokens, and the model has")
+    command.fails("evaluate", world.teacher, *asked, code=1, says="tokens, and the model")

@@ -11,7 +11,7 @@ from torch import nn
 
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
-from minilm_cache.models.pooling import SentenceModel
+from minilm_cache.models.pooling import SentenceModel, leaves_prompts_out, num_map_weights
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import World, dump_arguments, save_teacher
@@ -66,6 +66,28 @@ def test_modules_lie_in_the_folder(
 ) -> None:
     save_encoder(world.teacher, "mean")
     damaged(world, change, "modules.json")
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
+
+
+def test_folders_of_modules_may_have_any_name(tmp_path: Path) -> None:
+    folder = save_teacher(tmp_path / "model")
+    save_encoder(folder, "mean", dense=nn.Tanh())
+    before = num_map_weights(folder)
+    config = json.loads((folder / "1_Pooling/config.json").read_text())
+    (folder / "1_Pooling/config.json").write_text(json.dumps({**config, "include_prompt": False}))
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).rename(folder / name[2:].lower())
+    listed = (folder / "modules.json").read_text()
+    (folder / "modules.json").write_text(listed.replace("1_Pooling", "pooling").replace("2_Dense", "dense"))
+    assert num_map_weights(folder) == before > 0
+    assert leaves_prompts_out(folder)
+
+
+@pytest.mark.parametrize("length", [12.0, "12", 0, -1, True])
+def test_a_length_that_is_none_is_refused(world: World, command: Command, length: object) -> None:
+    save_encoder(world.teacher, "mean")
+    (world.teacher / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
+    says = ("sentence_bert_config.json", f"max_seq_length {length!r} is no number of tokens")
     command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
 
 

@@ -59,6 +59,17 @@ def test_long_words_of_a_vocabulary_are_refused(world: World) -> None:
         load_tokenizer(changed(world.teacher, model=model))
 
 
+def test_ids_beyond_the_table_are_refused(world: World, command: Command) -> None:
+    """As many words as rows, with a gap among their ids."""
+    file = world.teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    word = max(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    content["model"]["vocab"][word] = 500
+    file.write_text(json.dumps(content))
+    world.corpus.write_text(f"{word} {word}\n\n" * 40)
+    command.fails(*dump_arguments(world), code=1, says=("has ids up to 500", "trained with there"))
+
+
 def test_known_tokenizers_are_accepted() -> None:
     assert len(load_tokenizer(locate_teacher(MINI).folder)) == 30_522
 

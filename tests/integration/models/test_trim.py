@@ -141,7 +141,7 @@ def test_a_tokenizer_with_more_words_than_embeddings_is_refused(tmp_path: Path, 
         ("search-text", model, "ba zzz", *text),
     ):
         command.fails(
-            *words, code=1, says=("Save the tokenizer that it was trained with", "tokens, and the model has")
+            *words, code=1, says=("Save the tokenizer that it was trained with", "tokens, and the model")
         )
     assert not (tmp_path / "x").exists()
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import altair as alt
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService
@@ -21,6 +23,7 @@ from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 from transformers import AutoModel
 
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.student import teacher_config
 from minilm_cache.report.maps import Example, ModelMaps, packed
@@ -443,6 +446,41 @@ def test_other_teachers_and_folders_are_refused(trained: World, command: Command
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/run.json").write_text(json.dumps({**record, "complete": False}))
     command.fails("report", tmp_path / "run", code=1, says="is not complete. Finish it")
+
+
+def test_students_of_another_teacher_are_in_no_map_and_each_cache_has_its_cautions(
+    world: World, command: Command
+) -> None:
+    deeper = save_teacher(world.root / "deeper", seed=4, num_hidden_layers=5)
+    for folder, teacher, more in (("x", world.teacher, {"max_tokens": 200}), ("y", deeper, {})):
+        dump_cache(world.config(teacher=str(teacher), **more), out=world.root / folder / "cache")
+        words = ("--arch", "1x32", "--steps", 3, "--out", world.root / folder / "run")
+        assert command("train", world.root / folder / "cache", *words)[0] == 0
+    page, runs = world.root / "page.html", [world.root / "x/run", world.root / "y/run"]
+    code, out, err = command("report", *runs, "--teacher", world.teacher, "--out", page, "--json")
+    assert code == 0, err
+    compared = json.dumps({name: json.loads(out)[name] for name in ("similarity", "agreement")})
+    assert "1x32, x/run" in compared
+    assert "1x32, y/run" not in compared
+    assert "y/run: these students learned from another teacher than" in page.read_text()
+    assert "too few to tell students apart" in page.read_text()
+
+
+def test_scores_of_several_studies_are_said_to_be(world: World, command: Command) -> None:
+    world.dump()
+    folders = [world.root / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders):
+        words = ("--arch", "1x16", "--steps", 2, "--seed", seed, "--out", folder / "runs/r")
+        assert command("train", world.root / "cache", *words)[0] == 0
+        table = pa.table({"run": ["r"], "arch": ["1x16"], "score: SST-2 accuracy": [90.0 - seed]})
+        pq.write_table(table, folder / "students.parquet")
+    page = world.root / "page.html"
+    code, out, err = command("report", *folders, "--out", page)
+    assert code == 0, err
+    for said in (out, page.read_text()):
+        assert "those of several studies" in " ".join(said.split())
+    _, out, _ = command("report", folders[0], "--out", page)
+    assert "several studies" not in out + page.read_text()
 
 
 def test_runs_of_one_name_are_told_apart(world: World, command: Command) -> None:

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTra
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.student_tokens import OtherTokenizer
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
@@ -22,7 +24,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.setup import student_shapes
 from tests.conftest import Command
-from tests.support import SPECIAL, VOCABULARY, World, save_teacher, tiny_model
+from tests.support import SPECIAL, VOCABULARY, WORDS, World, save_teacher, tiny_model, tiny_tokenizer
 
 LETTERS = [*SPECIAL, *"abcdefghiklmnoprstu"]
 
@@ -44,6 +46,17 @@ def save_donor(folder: Path, family: str = "electra", **changes: Any) -> Path:
         tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()}
     ).save_pretrained(folder)
     return folder
+
+
+def test_texts_are_cut_on_the_side_that_students_cut_in_use(tmp_path: Path) -> None:
+    donor, words = save_donor(tmp_path / "donor"), WORDS[:12]
+    config = json.loads((donor / "tokenizer_config.json").read_text())
+    (donor / "tokenizer_config.json").write_text(json.dumps({**config, "truncation_side": "left"}))
+    own, cached = load_tokenizer(donor, has_ends=False), tiny_tokenizer()
+    assert own.truncation_side == "left"
+    whole = torch.tensor([cached(" ".join(words))["input_ids"]])
+    read = OtherTokenizer(cached, own).read(Inputs.full(whole), 12).ids[0]
+    assert own.convert_ids_to_tokens(read.tolist()) == ["[CLS]", *"".join(words)[:10], "[SEP]"]
 
 
 @pytest.mark.parametrize("init", ["slice", "teacher-layers"])

@@ -16,13 +16,16 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
 
+from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.exported import ExportedModel
+from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
+from minilm_cache.workflows.export_model import _texts
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.integration.evaluate.test_retrieval import questions
@@ -106,6 +109,33 @@ def test_files_answer_as_the_model_does(
     command.fails("export-model", out, "--out", tmp_path / "again", *form, code=1, says="was exported")
     dump = ("dump", "--teacher", out, "--corpus", world.corpus, "--max-length", 16)
     command.fails(*dump, code=1, says="was exported")
+
+
+def test_a_long_text_is_cut_where_positions_end(tmp_path: Path, command: Command) -> None:
+    """Families like RoBERTa keep positions back, and OpenVINO answers with what it computed before."""
+    model = save_teacher(tmp_path / "model", "roberta", num_hidden_layers=1)
+    save_encoder(model, "mean", max_length=66)
+    corpus, texts = write_corpus(tmp_path / "corpus.txt", 40), ["ba be bi", "bo da ma " * 40]
+    plain = SentenceModel(model, 128).encode(texts)
+    for form in ("--onnx", "--openvino"):
+        out = tmp_path / form.strip("-")
+        export(command, model, out, form, corpus=corpus)
+        read = json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"]
+        assert read == json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] < 66
+        exported = SentenceModel(out, 128)
+        for text, expected in zip(texts, plain, strict=True):
+            torch.testing.assert_close(exported.encode([text])[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_is_judged_on_what_encode_reads(world: World, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(world.teacher, model)
+    prompts = {"prompts": {"query": "ba be "}, "default_prompt_name": "query"}
+    (model / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    config = validated(ExportModelConfig, {"onnx": True, "corpus": str(world.corpus), "texts": 8})
+    found = list(_texts(config, Evaluated(name="model", folder=model), Session(tmp_path)))
+    assert len(found) >= 8
+    assert all(text.startswith("ba be ") for (text,) in found)
 
 
 def test_a_head_that_would_be_lost_is_refused(world: World, tmp_path: Path, command: Command) -> None:

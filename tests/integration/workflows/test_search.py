@@ -52,6 +52,21 @@ def sizes(arch: str) -> tuple[int, int, int]:
     return layers, width, int(ffn or 4 * width)
 
 
+def test_a_winner_that_training_made_worse_is_not_recommended(tmp_path: Path, command: Command) -> None:
+    encoder = save_teacher(tmp_path / "encoder")
+    save_encoder(encoder, "mean", max_length=32)
+    world = World(tmp_path, encoder, write_corpus(tmp_path / "corpus.txt", 800))
+    cache = world.dump(**{"for": "embedding"}).path
+    words = ("search", cache, *SHAPES[:4], "--max-parameters", "1M", *TRAINED, "--lr", "0.3")
+    code, out, err = command(*words, "--out", tmp_path / "out")
+    assert code == 1, out + err
+    assert "best" in out
+    assert "export-model" not in out
+    assert "ended worse than it began its last round. Search again" in err
+    code, out, _ = command(*words, "--out", tmp_path / "out", "--json")
+    assert (code, json.loads(out)["search"]) == (1, str(tmp_path / "out"))
+
+
 def test_the_best_of_what_fits_is_trained_to_the_end(cache: Path, tmp_path: Path, command: Command) -> None:
     """Each round has the better ones of the one before, and only shapes that no other one covers."""
     budget = AutoModel.from_pretrained(cache.parent / "encoder").num_parameters() - 4500

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from minilm_cache.cli.options import typed_number
+from minilm_cache.cli.console import print_table
+from minilm_cache.cli.options import typed_decimal, typed_number
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import EvaluateConfig
@@ -73,16 +74,49 @@ def test_urls_have_two_slashes(command: Command, place: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("0", 0), ("-3", -3), ("20000", 20_000), ("20k", 20_000), ("1.5M", 1_500_000), ("2G", 2 * 10**9)],
+    [
+        *(("0", 0), ("-3", -3), ("20000", 20_000), ("20k", 20_000), ("1.5M", 1_500_000), ("2G", 2 * 10**9)),
+        *(("20_000", 20_000), ("1e6", 10**6), ("2.5e3", 2500)),
+    ],
 )
 def test_numbers_have_suffixes(text: str, number: int) -> None:
     assert typed_number(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "20K", "1_0", "2 k", "0.0001k", "nan", "٣"])
+@pytest.mark.parametrize(
+    "text", ["", "k", "1.5", "1e-3", "1e999", "20K", "1__0", "2 k", "0.0001k", "nan", "٣"]
+)
 def test_other_numbers_are_refused(text: str, command: Command) -> None:
-    with pytest.raises(typer.BadParameter, match=r"not a whole number\. Write it like 20000, 20k"):
+    with pytest.raises(typer.BadParameter, match=r"not a whole number\. Write it like 20000, 20_000, 20k"):
         typed_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("0.5", 0.5), ("1_000", 1000.0), ("2k", 2000.0), (".5", 0.5), ("-1e1", -10.0)],
+)
+def test_a_number_is_read_as_it_is_typed(text: str, value: float) -> None:
+    assert typed_decimal(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "1e-3x", "1__0", "_1", "1,5"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"is not a number\. Write it like 0\.001 or 1e-3\.$"):
+        typed_decimal(text)
+
+
+def test_figures_of_a_table_stay_whole_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    print_table(
+        "sizes",
+        ["a shape", "weights of it", "bytes per token", "what came of it"],
+        [["1x48:ff96", "1,539,264", "10,032", "left " * 9]],
+    )
+    printed = capsys.readouterr().out
+    for figure in ("1x48:ff96", "1,539,264", "10,032"):
+        assert figure in printed
 
 
 def test_a_wrong_number_names_its_option(command: Command) -> None:

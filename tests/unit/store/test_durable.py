@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from minilm_cache.store.durable import (
     read_bounded,
     refuse_existing,
     refuse_file,
+    refuse_unwritable,
     remove_abandoned,
     remove_left_of,
     storage_errors,
@@ -313,6 +315,22 @@ def test_what_exists_is_refused_and_what_does_not_is_not(tmp_path: Path) -> None
     for blocked in (tmp_path / "file", tmp_path / "file/below/it"):
         with pytest.raises(InvalidConfigError, match=str(tmp_path / "file")):
             refuse_file(blocked)
+
+
+def test_where_nothing_may_be_written_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    refuse_file(tmp_path)  # it may hold what is asked for
+    with pytest.raises(StorageError, match=f"you may not write in {tmp_path}"):
+        refuse_file(tmp_path / "new/deeper")
+
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "tmp123"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with pytest.raises(StorageError, match=f"cannot write in {tmp_path}: Permission denied"):
+        refuse_unwritable(tmp_path)
 
 
 def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tmp_path: Path) -> None:

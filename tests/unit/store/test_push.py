@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, StorageError
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.storage_schema.manifest import TEACHER_PROMPTS, TEACHER_WEIGHTS, CacheManifest
@@ -61,6 +61,13 @@ def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Pa
     assert changed == {"tokens/c/3", "sequences/part-00004.parquet"}
     assert files_below(place) == shared_files(complete)
     assert progress.done == progress.totals
+
+
+def test_a_cache_is_no_store_by_any_name(complete: Path, cache: Path) -> None:
+    for place in (cache, cache / "tokens", f"file://{cache}", f"file://{cache}/tokens"):
+        with pytest.raises(InvalidConfigError, match="is no store of caches"):
+            push(complete, str(place), session=Session())
+    assert files_below(cache) == files_below(complete)
 
 
 def with_prompts(root: Path, text: str) -> CacheManifest:
