@@ -57,7 +57,7 @@ _ARCHS: Final = ("3x384", "3x192")
 _RECIPE: Final = {"steps": 500, "batch_size": 36, "lr": 3e-4, "dropout": "none", "precision": "bfloat16"}
 _SLICE: Final = {**_RECIPE, "init": "slice", "arch": _ARCHS, "init_layers": "1,4,5"}
 _CONTINUED: Final = {**_RECIPE, "arch": _ARCHS}
-_AFTER_RELATIONS: Final = {**_CONTINUED, "lr": 2e-4, "max_grad_norm": 1.0}
+_AFTER_RELATIONS: Final = {**_CONTINUED, "lr": 5e-4}
 RELATIONS: Final = {**_RECIPE, "objective": "minilm", "steps": 600, "lr": 1e-3, "arch": _ARCHS}
 """Settings of students that learn the teacher's relations over the pairs, before its scores."""
 VECTORS: Final = {**_SLICE, "objective": "embedding", "steps": 1000, "batch_size": 64, "lr": 5e-4}
@@ -67,7 +67,7 @@ BY_SCORE: Final = "cross score, from relations"
 ROWS: Final[dict[str, dict[str, Any]]] = {
     "cross score": {**_SLICE, "objective": "score"},
     "cross listwise": {**_SLICE, "objective": "listwise"},
-    BY_SCORE: {**_AFTER_RELATIONS, "objective": "score", "batches": "shuffled"},
+    BY_SCORE: {**_CONTINUED, "objective": "score", "batches": "shuffled", "lr": 2e-4, "max_grad_norm": 1.0},
     "cross margin-mse, from relations": {**_AFTER_RELATIONS, "objective": "margin-mse", "encoder": "cross"},
     "cross listwise, from relations": {**_AFTER_RELATIONS, "objective": "listwise"},
     "bi margin-mse": {**_SLICE, "objective": "margin-mse"},

@@ -153,7 +153,7 @@ def print_table(
     for number, column in enumerate(columns):
         is_name = number == 0 and all(len(row[0]) <= _LONGEST_NAME for row in rows)
         is_figure = number >= num_names
-        cells = [len(_printable(row[number])) for row in rows]
+        cells = [len(_printable(row[number])) for row in rows if number < len(row)]
         table.add_column(
             _printable(column),
             justify="right" if is_figure else "left",

@@ -206,17 +206,16 @@ def _place(result: EvalResult) -> tuple[object, ...]:
 
 def _results(summary: Summary) -> list[EvalResult]:
     task = TASKS.get(summary.task)  # None: one's own, which is on no hub
-    title = name_in_cards(summary.task, summary.track)
     places = {name: (None, name) if task is None else task.place(name) for name in summary.scores}
     return [
         EvalResult(
             task_type=_card_type(task, scores),
             dataset_type=summary.task if task is None else task.hub,
-            dataset_name=f"{title}, {summary.num_scored[name]:,} examples",
+            dataset_name=name_in_cards(summary.task, summary.track),
             dataset_config=places[name][0],
             dataset_split=places[name][1],
             metric_type=metric.replace(" ", "_"),
-            metric_name=metric,
+            metric_name=f"{metric} of {summary.num_scored[name]:,} examples",
             metric_value=round(score.mean, 2),
         )
         for name, scores in summary.scores.items()

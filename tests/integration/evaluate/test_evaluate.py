@@ -275,6 +275,7 @@ def test_card_gets_rows_that_are_replaced(teacher: Path, tmp_path: Path, command
     results = {(one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
     assert set(results) == {("SST-2", "accuracy"), ("STS-B", "pearson"), ("STS-B", "spearman")}
     assert (card.text.count("## Scores: SST-2"), card.text.count("## Scores: STS-B")) == (1, 1)
+    assert "accuracy of 16 examples" in {one.metric_name for one in card.data.eval_results}
     assert f"| dev (16 examples) | accuracy | {results['SST-2', 'accuracy']:.1f} |" in card.text
     command.fails(
         *("evaluate", "mini", "--task", "sst2", "--data", data, "--card"),
