@@ -119,6 +119,11 @@ def _of_questions(path: Path) -> OwnData:
     queries, documents, right = dict[str, str](), dict[str, str](), dict[str, dict[str, int]]()
     numbers: dict[str, str] = {}
     for where, row in json_records(path):
+        if lacking := [name for name in ("question", "answer") if name not in row]:
+            raise CorpusError(
+                f"{where} lacks {' and '.join(lacking)}; it has {', '.join(map(str, row)) or 'nothing'}. "
+                "Name its texts question and answer, or give a folder in BEIR's layout."
+            )
         question, answer = (text_of(row, name, where) for name in ("question", "answer"))
         number = numbers.setdefault(f"d{answer}", f"d{len(documents)}")
         query = numbers.setdefault(f"q{question}", f"q{len(queries)}")

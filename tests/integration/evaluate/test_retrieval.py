@@ -266,7 +266,7 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
     file = tmp_path / "questions.jsonl"
     words = ("embeddings", models[0], "--max-length", 32, "--retrieval")
     bad: list[tuple[Any, str]] = [
-        ({"question": "ba"}, "has no text 'answer'; it has question"),
+        ({"question": "ba"}, "lacks answer; it has question. Name its texts"),
         ({"question": "ba", "answer": " "}, "has no text 'answer'"),
         ([1], "where a record"),
         (1, "where a record"),
