@@ -295,19 +295,23 @@ def load_corpus(
         return Corpus(name, known.corpus, read_again, num_blank=known.num_blank)
     loaded, num_blank = read()
     with _corpus_errors(name):
-        has_copies = COPIES_OF in loaded.column_names
-        identity = CorpusIdentity(
-            sha256=sha256_texts(_texts(loaded)),
-            num_documents=len(loaded),
-            copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if has_copies else None,
-            pairs=None if pair is None else True,
-            groups=True if pair is not None and pair.are_groups else None,
-        )
+        identity = _identity_of(loaded, pair)
     if not sources.are_unchanged():
         raise CorpusError(_CHANGED.format(name=name))
     if home is not None:
         sources.remember(home, identity, num_blank)
     return Corpus(name, identity, lambda: loaded, num_blank=num_blank)
+
+
+def _identity_of(loaded: datasets.Dataset, pair: PairColumns | None) -> CorpusIdentity:
+    has_copies = COPIES_OF in loaded.column_names
+    return CorpusIdentity(
+        sha256=sha256_texts(_texts(loaded)),
+        num_documents=len(loaded),
+        copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if has_copies else None,
+        pairs=None if pair is None else True,
+        groups=True if pair is not None and pair.are_groups else None,
+    )
 
 
 def _refuse_columns(

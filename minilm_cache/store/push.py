@@ -5,6 +5,7 @@ fingerprint, whose bytes may differ, never mix. The manifest is sent last and ma
 of format 1 has no index; the commit record of a shard is sent before its files, and claims the shard.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from minilm_cache.errors import (
@@ -69,10 +70,9 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
         )
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
-    kept = _kept(existing, manifest)
+    named = {} if existing is None else existing.files
     target.remove_leftovers()
     session.progress.start("push", num_bytes(manifest, reader.records), "bytes")
-    named = {} if existing is None else existing.files
     sent = [
         sender.send(path, digest, is_named=named.get(path) == digest)
         for path, digest in manifest.files.items()
@@ -80,25 +80,36 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     copied = sum(
         for_each(sender.send_shard, range(num_shards), should_stop=session.should_stop, place=target.url)
     )
-    content, whole = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES), manifest
-    if kept:
+    if kept := sorted(named.keys() - manifest.files.keys()):
         session.progress.note(f"{target.url} has {', '.join(kept)}, too, which {root} lacks: kept there")
-        whole = manifest.model_copy(update={"files": manifest.files | kept})
-        content = whole.to_json()
-    if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
-        target.write(CARD, cache_card(whole).encode())  # made anew: no hash covers the card in the folder
-        target.write(MANIFEST, content)
-    elif not (copied or any(sent)):
+    whole, is_new = _finish(target, root, manifest, named=named)
+    if not (is_new or copied or any(sent)):
         session.progress.note(f"{target.url} holds this cache already: nothing to do")
     return TransferResult(
         place=target.url, manifest=whole, shards_copied=copied, shards_kept=num_shards - copied
     )
 
 
-def _kept(existing: CacheManifest | None, ours: CacheManifest) -> dict[str, FileDigest]:
-    """Return the files that a store's cache has and ours lacks, by their paths."""
-    files = {} if existing is None else existing.files
-    return {path: digest for path, digest in files.items() if path not in ours.files}
+def _finish(
+    target: RemoteFolder, root: Path, manifest: CacheManifest, *, named: Mapping[str, FileDigest]
+) -> tuple[CacheManifest, bool]:
+    """Write the manifest, with the files that only the store has, and return it and whether it is another.
+
+    Args:
+        target: folder of the cache in the store.
+        root: folder of the cache.
+        manifest: its manifest.
+        named: files that the store's manifest names, in its order.
+    """
+    content, whole = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES), manifest
+    if named.keys() - manifest.files.keys():
+        whole = manifest.model_copy(update={"files": {**named, **manifest.files}})
+        content = whole.to_json()
+    is_new = target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content
+    if is_new:
+        target.write(CARD, cache_card(whole).encode())  # made anew: no hash covers the card in the folder
+        target.write(MANIFEST, content)
+    return whole, is_new
 
 
 def _is_in_a_cache(place: str) -> bool:

@@ -147,15 +147,14 @@ def search(
         _write(out, record)
         tried = [name for name, loss in done.losses.items() if loss is not None]
     winner = next(each for each in record.candidates if each.name == tried[0])
-    student = runs[winner.vocab].student_path(winner.arch)
+    last = runs[winner.vocab]
     latency_ms = space.measured([winner.name], session)[0][winner.name].latency_ms
     trained_runs = open_runs(out, cache_place=str(cache), home=session.home)
-    last = runs[winner.vocab]
     return SearchResult(
         path=out,
         record=record,
         winner=winner,
-        student=student,
+        student=last.student_path(winner.arch),
         latency_ms=latency_ms,
         report=_write_page(record, trained_runs, out=out, session=session),
         ended_worse=winner.arch in last.record.ended_worse(last.num_held_out),

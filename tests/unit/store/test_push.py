@@ -98,6 +98,9 @@ def test_files_that_are_others_now_arrive_and_what_only_the_store_has_stays(
     assert result.manifest.files == read_manifest(place).files
     verdict = verify(place, full=True, num_threads=1, session=Session(), check_rows=lambda _: lambda _: None)
     assert not verdict.damage
+    again = Recorder()
+    push(plain, str(tmp_path), session=Session(progress=again))
+    assert again.notes[-1].endswith("holds this cache already: nothing to do")
 
 
 def test_a_push_that_was_stopped_after_other_files_were_sent_goes_on(
