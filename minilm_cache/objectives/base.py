@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -65,6 +65,7 @@ class ObjectiveRequest:
         return self.cache.manifest.identity.teacher
 
 
+@runtime_checkable
 class ModelSizes(Protocol):
     """Sizes of a teacher or a student that objectives compare."""
 
