@@ -68,7 +68,7 @@ def test_a_student_that_ends_worse_is_an_error_after_the_results(world: World, c
     world.dump()
     train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 20, "--out", world.root / "run")
     line = command.fails(
-        *train, "--lr", 1, code=1, says=("2x16 ended worse", "like --lr 0.2 instead of 1", "kept in")
+        *train, "--lr", 1, code=1, says=("2x16 ended worse", "like --lr 0.001 instead of 1", "kept in")
     )
     code, out, err = command(*train, "--lr", 1, "--json")  # complete: nothing is trained again
     (student,) = json.loads(out)["students"]
