@@ -260,7 +260,7 @@ def typed_decimal(text: str) -> float:
     """Return the number that a user typed, as `decimal_number` reads it.
 
     Raises:
-        typer.BadParameter: the text is no number.
+        typer.BadParameter: the text is not a number.
     """
     try:
         return decimal_number(text)

@@ -51,17 +51,14 @@ def decimal_number(text: str) -> float:
     """Return the number with a fraction that a user typed, which may end with k, M or G.
 
     Raises:
-        ValueError: the text is no number.
+        ValueError: the text is not a number.
     """
-    typed = _NUMBER.fullmatch(text)
-    if typed:
+    if typed := _NUMBER.fullmatch(text):
         return float(Decimal(typed["digits"]) * _FACTORS[typed["factor"]])
-    if "_" in text:
-        raise ValueError(f"{text!r} is not a number. Write it like 0.001 or 1e-3.")
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a number. Write it like 0.001 or 1e-3.") from None
+    with suppress(ValueError):
+        if "_" not in text:
+            return float(text)
+    raise ValueError(f"{text!r} is not a number. Write it like 0.001 or 1e-3.")
 
 
 def _kind(annotation: Any) -> Any:  # noqa: ANN401 - any type of a field

@@ -390,14 +390,14 @@ def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTra
     """Return the most tokens that a sentence encoder reads of a text, special tokens included.
 
     Raises:
-        TeacherError: the number in its folder is none.
+        TeacherError: `max_seq_length` in its folder is not a whole number above 0.
     """
     file = _reading_file(folder)
     own, limit = _settings(file).get("max_seq_length"), positions_of(config) or math.inf
     if own is None:
         return int(min(tokenizer.model_max_length, limit))
     if type(own) is not int or own < 1:
-        raise TeacherError(f"{file}: max_seq_length {own!r} is no number of tokens. Correct it.")
+        raise TeacherError(f"{file}: max_seq_length {own!r} is not a number of tokens. Correct it.")
     return int(min(own, limit))
 
 

@@ -87,7 +87,7 @@ def test_folders_of_modules_may_have_any_name(tmp_path: Path) -> None:
 def test_a_length_that_is_none_is_refused(world: World, command: Command, length: object) -> None:
     save_encoder(world.teacher, "mean")
     (world.teacher / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
-    says = ("sentence_bert_config.json", f"max_seq_length {length!r} is no number of tokens")
+    says = ("sentence_bert_config.json", f"max_seq_length {length!r} is not a number of tokens")
     command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
 
 
