@@ -1,6 +1,6 @@
 """Measure whether shapes can be ranked early: by a tenth of a training, and by their weights alone.
 
-    python -m benchmarks.shapes --data DATA --cache CACHE [--name TEACHER] [--home HOME]
+    python -m benchmarks.shapes --data DATA --cache CACHE [--name TEACHER --teacher FOLDER] [--home HOME]
 
 24 shapes (2, 3, 4 and 6 layers, widths 96, 192 and 384, feed-forward networks of 2 and 4 times the width)
 learn the vectors of a teacher's cache in one pass, and are evaluated on held-out texts ten times. Kendall's
@@ -52,10 +52,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--name", default=MINI, help="the teacher's name in the results")
+    parser.add_argument("--teacher", help="its folder; those of packages need none")
     parser.add_argument("--home", type=Path, default=Path("shapes"))
     given = parser.parse_args()
     session = Session(given.home)
-    config = validated(TrainConfig, {**RECIPE, "arch": ARCHS})
+    config = validated(TrainConfig, {**RECIPE, "arch": ARCHS, "init_teacher": given.teacher})
     run = train_students(config, given.cache, out=given.home / "grid", session=session)
     weights = {each.arch: each.num_parameters for each in run.record.students}
     looks = _looks(run.path)

@@ -63,9 +63,9 @@ class CommandProcess:
         os.kill(self._process.pid, number)
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file is there."""
+        """Wait until a file is there, whose name may have wildcards."""
         deadline = time.monotonic() + 120
-        while not path.exists():
+        while not list(path.parent.glob(path.name)):
             assert self._process.exitcode is None, self.end()
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -87,15 +87,20 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def by_two_ranks(*arguments: object, environment: Mapping[str, object]) -> tuple[list[int], str, str]:
-    """Run a command in two processes as torchrun would; return their exit codes, stdout and stderr.
+def two_ranks(*arguments: object, environment: Mapping[str, object]) -> list[CommandProcess]:
+    """Start a command in two processes as torchrun would.
 
     Both import nothing, and end within a second, where torchrun and its processes take ten.
     """
     both = {**environment, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [
+    return [
         CommandProcess(*arguments, environment={**both, "RANK": rank, "LOCAL_RANK": rank})
         for rank in range(2)
     ]
+
+
+def by_two_ranks(*arguments: object, environment: Mapping[str, object]) -> tuple[list[int], str, str]:
+    """Run a command in two processes as torchrun would; return their exit codes, stdout and stderr."""
+    ranks = two_ranks(*arguments, environment=environment)
     codes, outs, errs = zip(*(rank.end() for rank in ranks), strict=True)
     return list(codes), "".join(outs), "".join(errs)

@@ -64,6 +64,7 @@ def cut(
     layers: Sequence[int],
     calibration: Calibration,
     recipe: Recipe | None = None,
+    run: EncoderRun | None = None,
 ) -> list[float]:
     """Overwrite a student's weights by those cut from a teacher.
 
@@ -73,6 +74,7 @@ def cut(
         layers: the teacher's layer for each layer of the student, counted from 0, ascending.
         calibration: sequences to fit to.
         recipe: choices of the fit. None means the defaults.
+        run: what the teacher gives on these sequences. None means that it reads them now.
 
     Returns:
         Relative error of each hidden state on these sequences, that of the embeddings first: the length of
@@ -84,7 +86,10 @@ def cut(
         TeacherError: the teacher gives numbers that are not finite.
     """
     try:
-        errors = _cut(teacher, student, layers=layers, calibration=calibration, recipe=recipe or Recipe())
+        run = run or run_encoder(teacher, calibration, layers)
+        errors = _cut(
+            teacher, student, layers=layers, calibration=calibration, recipe=recipe or Recipe(), run=run
+        )
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined] # it is documented there
         raise _unfit(first_line(error)) from error
     if not all(map(math.isfinite, errors)):
@@ -106,14 +111,14 @@ def _cut(
     layers: Sequence[int],
     calibration: Calibration,
     recipe: Recipe,
+    run: EncoderRun,
 ) -> list[float]:
     source = encoder_parts(teacher)
-    run = run_encoder(teacher, source, calibration=calibration, layers=layers)
     width = student.config.hidden_size
     used = [calibration.flat(run.states[number]) for number in (0, *(layer + 1 for layer in layers))]
     # The last LayerNorm divides by the length of its whole input, so the basis must hold most of that, too:
     # a teacher's last norm may hide a strong direction by a weight near 0.
-    last = calibration.flat(run.last_sum)
+    last = calibration.flat(run.sums_after[layers[-1]])
     used.append(nn.functional.layer_norm(last, last.shape[1:]))
     cutter = _Cutter(
         teacher=source,

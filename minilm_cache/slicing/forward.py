@@ -18,7 +18,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.settings import SliceConfig
-from minilm_cache.slicing.parts import EncoderParts, LayerParts
+from minilm_cache.slicing.parts import EncoderParts, LayerParts, encoder_parts
 from minilm_cache.storage_schema.identity import PairTemplate
 
 _BATCH_SIZE = 16
@@ -106,29 +106,29 @@ class EncoderRun:
     """Sums of the tables' rows: inputs of the embeddings' norm."""
     states: dict[int, States]
     """Hidden states: 0 is the input of the first layer, n the output of the n-th."""
-    last_sum: States
-    """Residual stream at the end of the last layer that is cut, before a norm there."""
+    sums_after: dict[int, States]
+    """Residual stream at the end of each layer, before a norm there."""
     calls: dict[int, list[LayerCall]]
     """How each layer was called, for each batch."""
 
 
 @torch.no_grad()
-def run_encoder(
-    model: PreTrainedModel, parts: EncoderParts, *, calibration: Calibration, layers: Sequence[int]
-) -> EncoderRun:
+def run_encoder(model: PreTrainedModel, calibration: Calibration, layers: Sequence[int]) -> EncoderRun:
     """Run an encoder, and keep the inputs and outputs of some of its layers.
 
     Args:
         model: the encoder, with or without a head.
-        parts: its parts.
         calibration: sequences to run it on.
         layers: numbers of the layers, counted from 0, ascending.
+
+    Raises:
+        InvalidConfigError: the parts of its family are not known.
     """
+    parts = encoder_parts(model)
     states: dict[int, States] = {number: [] for layer in layers for number in (0, layer, layer + 1)}
     calls: dict[int, list[LayerCall]] = {layer: [] for layer in layers}
     sums: States = []
-    last_sum: States = []
-    last = parts.layers[layers[-1]]
+    sums_after: dict[int, States] = {layer: [] for layer in layers}
     with ExitStack() as stack:
         for number, kept in states.items():
             if number < len(parts.layers):
@@ -136,13 +136,15 @@ def run_encoder(
             else:
                 stack.callback(_keep_output(parts.layers[-1].module, kept).remove)
         stack.callback(_keep_input(parts.norm, sums).remove)
-        if not last.is_pre_norm:
-            stack.callback(_keep_input(last.ffn_norm, last_sum).remove)
+        for layer, kept in sums_after.items():
+            if not parts.layers[layer].is_pre_norm:
+                stack.callback(_keep_input(parts.layers[layer].ffn_norm, kept).remove)
         for arguments in calibration.calls():
             model.base_model(**arguments)
-    if last.is_pre_norm:
-        last_sum = states[layers[-1] + 1]
-    return EncoderRun(sums=sums, states=states, last_sum=last_sum, calls=calls)
+    for layer in layers:
+        if parts.layers[layer].is_pre_norm:
+            sums_after[layer] = states[layer + 1]
+    return EncoderRun(sums=sums, states=states, sums_after=sums_after, calls=calls)
 
 
 @torch.no_grad()

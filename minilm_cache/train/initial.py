@@ -22,7 +22,7 @@ from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, some_to
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.parts import check_cut, check_sizes
-from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
+from minilm_cache.slicing.slices import SlicePlan, SliceSource, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -75,7 +75,7 @@ class InitialWeights(ABC):
         """Change the student's configuration where these weights need it."""
 
     @abstractmethod
-    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
         """Give a student its initial weights; a head or pooler that the source lacks stays as drawn.
 
         Raises:
@@ -88,7 +88,7 @@ class InitialWeights(ABC):
 class RandomWeights(InitialWeights):
     """Weights that are drawn from the seed."""
 
-    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
         """Leave the weights as they were drawn."""
 
 
@@ -105,7 +105,7 @@ class FolderWeights(InitialWeights):
         if source.num_hidden_layers == config.num_hidden_layers:
             take_settings(config, source, range(config.num_hidden_layers))
 
-    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
         """Take the weights of the model."""
         source, lacking = load_weights(self.folder, head)
         begun = f"--init {self.folder}"
@@ -138,7 +138,7 @@ class LayerWeights(InitialWeights):
         """Give layers the kinds of attention that the teacher's layers have."""
         take_settings(config, self.weights.config, self.layers)
 
-    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
         """Take the layers."""
         source, lacking = self.weights.load(head)
         try:
@@ -173,9 +173,9 @@ class SlicedWeights(InitialWeights):
         if self.plan.recipe.cuts_layers:
             take_settings(config, self.plan.weights.config, self.plan.layers)
 
-    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
         """Take the slice, which is made first where this machine does not have it."""
-        model.load_state_dict(load_slice(self.plan, self.home, model.config), strict=False)
+        model.load_state_dict(load_slice(self.plan, self.home, model.config, source=shared), strict=False)
 
 
 def _refuse_other_shape(

@@ -26,6 +26,7 @@ from minilm_cache.models.student_tokens import StudentTokens, Vocabulary
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.models.vocabulary import trim_model, trimmed_config
 from minilm_cache.objectives.check import Objective
+from minilm_cache.slicing.slices import SliceSource
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
@@ -183,7 +184,7 @@ def build_trainers(
         device=ranks.device,
     )
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
-    trainers = []
+    trainers, shared = [], SliceSource()
     for shape in shapes:
         seed = config.seed if shape.seed is None else shape.seed
         initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
@@ -196,7 +197,7 @@ def build_trainers(
         if objective.head == "sequences" and objective.num_classes is not None:
             _name_classes(model_config, class_names(teacher_config, manifest), objective.num_classes)
         initial.adapt(model_config)
-        model = _begun(model_config, initial, tokens, seed=seed, head=objective.head)
+        model = _begun(model_config, initial, tokens, seed=seed, head=objective.head, shared=shared)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
             StudentTrainer(
@@ -213,13 +214,14 @@ def _begun(
     *,
     seed: int,
     head: Head | None,
+    shared: SliceSource,
 ) -> PreTrainedModel:
     """Return a student with its initial weights, and with no other pieces than it is to have."""
     kept = tokens.kept if isinstance(tokens, Vocabulary) else None
     if kept is not None and initial.is_trimmed:
         config, kept = trimmed_config(config, kept), None
     model = build_student(config, seed, head)
-    initial.begin(model, head)
+    initial.begin(model, head, shared)
     return model if kept is None else trim_model(model.eval(), kept)
 
 

@@ -26,7 +26,7 @@ TEXTS = ["ba be bi", "bo", "ban ben bun ba be bi bo"]
 
 def encoder_in(folder: Path, mode: str = "mean", dense: nn.Module | None = None) -> Path:
     """Return the folder of a tiny sentence encoder."""
-    save_encoder(save_teacher(folder), mode, dense=dense)
+    save_encoder(save_teacher(folder, num_hidden_layers=1), mode, dense=dense)
     return folder
 
 

@@ -10,8 +10,6 @@ import onnxruntime
 import pytest
 import torch
 from datasets import Dataset
-from mteb import TaskMetadata
-from mteb.abstasks.sts import AbsTaskSTS
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
@@ -28,7 +26,8 @@ SHORT = ("--max-length", 32, "--device", "cpu")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a teacher and a smaller model."""
     root = tmp_path_factory.mktemp("models")
-    return save_teacher(root / "teacher"), save_teacher(root / "small", num_hidden_layers=1, hidden_size=16)
+    teacher = save_teacher(root / "teacher", num_hidden_layers=2)
+    return teacher, save_teacher(root / "small", num_hidden_layers=1, hidden_size=16)
 
 
 def _json(command: Command, *arguments: object) -> list[dict[str, Any]]:
@@ -85,7 +84,7 @@ def test_onnx_files_answer_as_transformers_does(
 
 
 def test_a_cross_encoder_is_exported_without_its_head(tmp_path: Path, command: Command) -> None:
-    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1, num_hidden_layers=1)
     one = ("--batch-size", 1, "--length", 8, "--turns", 1, "--device", "cpu", "--onnx", tmp_path / "onnx")
     (found,) = _json(command, "speed", scorer, *one)
     assert [run["runtime"] for run in found["passes"]] == ["torch", "onnx"]
@@ -167,41 +166,46 @@ def test_embeddings_of_bad_data(models: tuple[Path, Path], tmp_path: Path, comma
     )
 
 
-class _Pairs(AbsTaskSTS):
-    """A task of mteb whose data are here."""
+def _pairs() -> Any:
+    """Return a task of mteb, which takes seconds to import, whose data are here."""
+    from mteb import TaskMetadata  # noqa: PLC0415 - every process that collects tests would wait for it
+    from mteb.abstasks.sts import AbsTaskSTS  # noqa: PLC0415
 
-    metadata = TaskMetadata(
-        name="Pairs",
-        description="Pairs of words",
-        reference=None,
-        dataset={"path": "none", "revision": "none"},
-        type="STS",
-        category="t2t",
-        modalities=["text"],
-        eval_splits=["test"],
-        eval_langs=["eng-Latn"],
-        main_score="cosine_spearman",
-        date=None,
-        domains=None,
-        task_subtypes=None,
-        license=None,
-        annotations_creators=None,
-        dialect=None,
-        sample_creation=None,
-        bibtex_citation=None,
-    )
+    class Pairs(AbsTaskSTS):
+        metadata = TaskMetadata(
+            name="Pairs",
+            description="Pairs of words",
+            reference=None,
+            dataset={"path": "none", "revision": "none"},
+            type="STS",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="cosine_spearman",
+            date=None,
+            domains=None,
+            task_subtypes=None,
+            license=None,
+            annotations_creators=None,
+            dialect=None,
+            sample_creation=None,
+            bibtex_citation=None,
+        )
 
-    def load_data(self, *_: object, **__: object) -> None:
-        texts = ["ba be", "ba bi", "be bo", "bu bu", "ban ben", "ba ba"]
-        rows = {"sentence1": texts, "sentence2": texts[::-1], "score": [1.0, 2.0, 3.0, 4.0, 5.0, 0.5]}
-        self.dataset = {"test": Dataset.from_dict(rows)}
-        self.data_loaded = True
+        def load_data(self, *_: object, **__: object) -> None:
+            texts = ["ba be", "ba bi", "be bo", "bu bu", "ban ben", "ba ba"]
+            rows = {"sentence1": texts, "sentence2": texts[::-1], "score": [1.0, 2.0, 3.0, 4.0, 5.0, 0.5]}
+            self.dataset = {"test": Dataset.from_dict(rows)}
+            self.data_loaded = True
+
+    return Pairs()
 
 
 @pytest.mark.filterwarnings("ignore")  # of mteb's own
 def test_mteb_scores_a_student(models: tuple[Path, Path]) -> None:
     (model,) = find_models([str(models[1])], None, untrained=False)
-    found = mteb_scores(sentence_encoder(model, 32, "cpu"), [_Pairs()])
+    found = mteb_scores(sentence_encoder(model, 32, "cpu"), [_pairs()])
     assert set(found) == {"Pairs"}
     assert -1 <= found["Pairs"] <= 1
 

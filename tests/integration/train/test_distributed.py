@@ -25,11 +25,12 @@ from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from tests.integration.train.test_train import settings
-from tests.processes import CONTEXT, by_two_ranks, free_port
+from tests.processes import CONTEXT, by_two_ranks, free_port, two_ranks
 from tests.support import World, save_teacher, write_corpus
 
 ARCHS = ("2x16", "1x32", "3x16")
 STEPS = 12
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -44,7 +45,7 @@ def torchrun(world: World, out: Path, *options: object) -> subprocess.Popen[str]
     """Start a training by two processes of torchrun."""
     return subprocess.Popen(
         [*TORCHRUN, "-m", "minilm_cache", *map(str, words(world, out, *options))],
-        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT, "MINILM_CACHE_HOME": str(world.home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,9 +54,8 @@ def torchrun(world: World, out: Path, *options: object) -> subprocess.Popen[str]
 
 def by_two(world: World, out: Path, *options: object) -> tuple[list[int], str, str]:
     """Train by two processes with the environment that torchrun gives them; return what they end with."""
-    return by_two_ranks(
-        *words(world, out, *options), environment={"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1}
-    )
+    environment = ENVIRONMENT | {"MINILM_CACHE_HOME": world.home}
+    return by_two_ranks(*words(world, out, *options), environment=environment)
 
 
 def check_common(number: int, port: int, folder: Path, said: Path) -> None:
@@ -219,16 +219,13 @@ def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str, soak:
 def test_an_interrupt_stops_all_processes_at_one_step(world: World) -> None:
     world.dump()
     run = world.root / "two"
-    process = torchrun(world, run, "--steps", 100_000, "--checkpoint-steps", 25)
-    deadline = time.monotonic() + 120
-    while not list(run.glob("checkpoints/step-*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "is kept in" in err
+    command = words(world, run, "--steps", 100_000, "--checkpoint-steps", 25)
+    ranks = two_ranks(*command, environment=ENVIRONMENT | {"MINILM_CACHE_HOME": world.home})
+    ranks[0].wait_for(run / "checkpoints/step-*")
+    ranks[1].send(signal.SIGINT)
+    codes, _, errs = zip(*(rank.end() for rank in ranks), strict=True)
+    assert 0 not in codes
+    assert "is kept in" in errs[0]
     (last,) = run.glob("checkpoints/step-*")
     assert json.loads((last / "state.json").read_text())["step"] == int(last.name.removeprefix("step-"))
 

@@ -20,6 +20,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.load import load_model
 from minilm_cache.session import Session
+from minilm_cache.slicing import slices
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.card import attach
 from minilm_cache.store.pull import pull
@@ -164,6 +165,30 @@ def test_a_slice_is_made_once_and_reused(world: World, cache: Path) -> None:
     _train(world, cache, "b", seed=1)
     after = made.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_slices_of_one_run_are_those_of_runs_of_their_own(
+    world: World, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher reads the text once for all of them."""
+    archs = ("2x16", "1x32", "3x16")
+    whole, read = slices.run_encoder, list[bool]()
+
+    def counted(*given: Any) -> Any:
+        read.append(True)
+        return whole(*given)
+
+    monkeypatch.setattr(slices, "run_encoder", counted)
+    for arch in archs:
+        _train(world, cache, arch, arch=(arch,))
+    assert len(read) == 3
+    apart = (world.home / "slices").rename(world.root / "apart")
+    _train(world, cache, "together", arch=archs)
+    assert len(read) == 4
+    made = sorted(apart.glob("*/weights.safetensors"))
+    assert len(made) == 3
+    for file in made:
+        assert (world.home / "slices" / file.relative_to(apart)).read_bytes() == file.read_bytes()
 
 
 def test_a_damaged_slice_is_made_again(world: World, cache: Path) -> None:
