@@ -1,6 +1,7 @@
 """Measure a student of a reranker's scores by this project and by sentence-transformers, on the same batches.
 
-    python -m benchmarks.reranker_peer --data DATA --home DIR [--seed 1] [--part students|speed]
+    python -m benchmarks.reranker_peer --data DATA --home DIR [--seed 1] [--precision float32]
+        [--part students|speed]
 
 `DIR` is the home of `python -m benchmarks.rerankers`, which makes what is missing. One `3x384` that knows the
 teacher's relations is trained by `score` from the cache, and by `CrossEncoderTrainer` with `MSELoss` on the
@@ -70,14 +71,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--part", choices=("students", "speed"))
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
     trained(BY_SCORE, given.data, home, session=session)  # makes what is missing
-    training = _begin(home, given.seed, session=session)
+    training = _begin(home, given.seed, given.precision, session=session)
     measured = read_result("rerankers").get("peer", {"runs": {}})
     if given.part in {None, "students"}:
-        measured["runs"][str(given.seed)] = _students(training, home, session=session)
+        name = str(given.seed) if given.precision == "bfloat16" else f"{given.seed}, {given.precision}"
+        measured["runs"][name] = _students(training, home, name, session=session)
     if given.part in {None, "speed"}:
         measured |= {"seconds_a_step": _seconds_a_step(training, home, session=session)}
         if not (home / "dataset").exists():
@@ -88,9 +91,10 @@ def main() -> None:
     add_to_result("rerankers", peer=measured, cpu=cpu())
 
 
-def _begin(home: Path, seed: int, *, session: Session) -> _Training:
+def _begin(home: Path, seed: int, precision: str, *, session: Session) -> _Training:
     """Return the student of a seed before its first step, and all that it is to read."""
     recipe = {**ROWS[BY_SCORE], "arch": (ARCH,), "init": str(home / "relations"), "seed": seed}
+    recipe["precision"] = precision
     still = {**recipe, "steps": 1, "lr": 1e-12, "warmup": 0.0, "precision": "float32"}
     out = home / f"begun-{seed}"
     first = train_students(validated(TrainConfig, still), home / "cache", out=out, session=session)
@@ -100,12 +104,11 @@ def _begin(home: Path, seed: int, *, session: Session) -> _Training:
     return _Training(first.student_path(ARCH), [_pair(cache, known, each) for each in numbers], recipe)
 
 
-def _students(training: _Training, home: Path, *, session: Session) -> dict[str, dict[str, float]]:
+def _students(training: _Training, home: Path, name: str, *, session: Session) -> dict[str, dict[str, float]]:
     """Train the student of a seed both ways, and return what they are worth."""
-    seed = training.recipe["seed"]
-    config, out = validated(TrainConfig, training.recipe), home / f"{BY_SCORE}, seed {seed}"
+    config, out = validated(TrainConfig, training.recipe), home / f"{BY_SCORE}, seed {name}"
     ours = train_students(config, home / "cache", out=out, session=session).student_path(ARCH)
-    theirs = home / f"peer-{seed}"
+    theirs = home / f"peer-{name}"
     if not theirs.exists():
         _train_peer(training, theirs)
     cache = open_cache(home / "cache")

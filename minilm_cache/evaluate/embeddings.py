@@ -99,7 +99,7 @@ def compare_embeddings(
     """
     device = choose_device(config.device)
     refuse_run_as_teacher(names)
-    models = find_models(names, config.revision, untrained=False)
+    models = find_models(names, config.revision, note=session.progress.note)
     paths = {model.name: _path(config, model) for model in models}
     tasks = _mteb_tasks(config.mteb)
     pairs = _pairs(config, session.progress.note)

@@ -40,6 +40,8 @@ class Tuned:
     """Predictions by set. None means that the training diverged."""
     train_s: float
     """Seconds of training, without predictions."""
+    num_cut: dict[str, int]
+    """Examples of each set whose texts were cut."""
 
 
 TRIALS_KEPT: Final = "interrupted: trials that have ended are kept. Run the same command again to resume."
@@ -140,7 +142,8 @@ def fine_tune(
             name: kind.predict(trainer, encoded, callback.advance) for name, encoded in encoded_sets.items()
         }
     finite = {name: predicted for name, predicted in predictions.items() if predicted is not None}
-    return Tuned(model, finite if len(finite) == len(predictions) else None, train_s)
+    num_cut = {name: encoded.num_cut for name, encoded in encoded_sets.items()}
+    return Tuned(model, finite if len(finite) == len(predictions) else None, train_s, num_cut)
 
 
 def _arguments(identity: TrialIdentity, scratch: str, device: torch.device) -> TrainingArguments:

@@ -151,7 +151,8 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
     ) -> EncodedSet[GenerationExample]:
         """Return the tokens of sources and targets; both are cut where they are too long."""
         decoding = self.generation.decoding
-        sources = encode_sources(tokenizer, [example.source for example in examples], decoding.max_source)
+        texts = [example.source for example in examples]
+        sources, num_cut = encode_sources(tokenizer, texts, decoding.max_source)
         targets = tokenizer(
             [example.target for example in examples],
             add_special_tokens=False,
@@ -162,7 +163,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
             {"source": source, "target": [*target, tokenizer.sep_token_id]}
             for source, target in zip(sources, targets, strict=True)
         ]
-        return _EncodedTexts(examples, features, tokenizer)
+        return _EncodedTexts(examples, features, tokenizer, num_cut=num_cut)
 
     def collator(self, tokenizer: PreTrainedTokenizerFast) -> Callable[[Features], dict[str, Any]]:
         """Return what makes a batch of masked targets; it draws from `random`, which the Trainer seeds."""

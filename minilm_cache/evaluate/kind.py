@@ -5,7 +5,7 @@ The rest of an evaluation (trials, seeds, settings, cards) knows nothing else of
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Generic, TypeVar
@@ -41,6 +41,8 @@ class EncodedSet(Generic[AnyExample]):
 
     examples: Sequence[AnyExample]
     features: Features
+    num_cut: int = field(default=0, kw_only=True)
+    """Examples whose texts are longer than what the model reads."""
 
 
 @dataclass(frozen=True, slots=True)

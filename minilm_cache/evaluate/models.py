@@ -1,6 +1,6 @@
 """Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
 from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
+from minilm_cache.wording import some_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,19 +194,42 @@ def _told_apart(models: Sequence[Evaluated]) -> list[Evaluated]:
     return told
 
 
+def _students_of(folder: Path, note: Callable[[str], None]) -> list[Evaluated]:
+    """Return the students of a run that did not diverge; those that did are named in a note."""
+    record, run = load_record(folder), folder.resolve().name
+    refuse_unfinished(folder, record)
+    refuse_other_weights(folder, record)
+    lost = [student.arch for student in record.students if student.diverged_at is not None]
+    if len(lost) == len(record.students):
+        raise TeacherError(f"{folder}: all students diverged. Train them again with a lower --lr.")
+    if lost:
+        note(f"{run}: {some_of(lost)} diverged, and {'are' if len(lost) > 1 else 'is'} left out")
+    return [
+        Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))
+        for student in record.students
+        if student.diverged_at is None
+    ]
+
+
 def find_models(
-    names: Sequence[str], revision: str | None, *, untrained: bool, without_weights: bool = False
+    names: Sequence[str],
+    revision: str | None,
+    *,
+    note: Callable[[str], None],
+    untrained: bool = False,
+    without_weights: bool = False,
 ) -> list[Evaluated]:
     """Return the models that the names stand for. A run stands for its students that did not diverge.
 
     Args:
         names: `mini`, aliases, hub ids, folders of models, of runs, of chains or of studies.
         revision: revision of models from the hub; runs have none. None means the default revision.
+        note: shows a line; students that diverged are named.
         untrained: whether to return each model's shape with random weights, too.
         without_weights: whether configurations and tokenizers are enough of models that are no runs.
 
     Raises:
-        TeacherError: a model does not exist.
+        TeacherError: a model does not exist, or all students of a run diverged.
         InvalidConfigError: two models have the same name, or there is a revision of runs alone.
     """
     models: list[Evaluated] = []
@@ -217,15 +241,7 @@ def find_models(
     for name in found:
         folder = Path(name)
         if is_run(folder):
-            record = load_record(folder)
-            refuse_unfinished(folder, record)
-            refuse_other_weights(folder, record)
-            students = [student for student in record.students if student.diverged_at is None]
-            run = folder.resolve().name
-            models += [
-                Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))
-                for student in students
-            ]
+            models += _students_of(folder, note)
         else:
             if name not in (MINI, *ALIASES) and folder.is_dir():
                 refuse_no_models(folder)

@@ -147,7 +147,7 @@ def _encoded(
     data: OwnData, name: str, config: OwnDataSettings, *, session: Session
 ) -> tuple[Vectors, Vectors]:
     """Return a sentence encoder's vectors of the queries and of the documents."""
-    models = find_models([name], config.revision, untrained=False)
+    models = find_models([name], config.revision, note=session.progress.note)
     if len(models) != 1:
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
@@ -193,7 +193,7 @@ def compare_rerankers(
         InterruptedRunError: a stop was requested.
     """
     data = _first(own_data(config, session=session), config.max_queries)
-    models = find_models(names, config.revision, untrained=False)
+    models = find_models(names, config.revision, note=session.progress.note)
     for model in models:
         _refuse_other_answers(model)
     vectors = _encoded(data, config.first_stage, config, session=session)

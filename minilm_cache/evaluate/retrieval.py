@@ -71,7 +71,7 @@ def compare_retrieval(
     """
     data = own_data(config, session=session)
     refuse_run_as_teacher(names)
-    models = find_models(names, config.revision, untrained=False)
+    models = find_models(names, config.revision, note=session.progress.note)
     session.progress.note(
         f"{config.judged}: {len(data.queries):,} queries, searched in {len(data.documents):,} texts"
     )

@@ -30,7 +30,7 @@ from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file, refuse_unwritable
-from minilm_cache.wording import Made, Place, some_of
+from minilm_cache.wording import Made, Place, counted, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,7 +140,7 @@ def evaluate_models(
         which = f"{number} of {len(trials)}"
         records.append(record or _run_trial(trial, config, device=device, session=session, which=which))
     summaries = summarise(records)
-    remarks = tuple(_no_better_than_chance(trials, summaries))
+    remarks = (*_no_better_than_chance(trials, summaries), *_cut(trials, records))
     for remark in remarks:
         session.progress.note(remark)
     cards = [_card(model, summaries) for model in trained] if config.card else []
@@ -175,7 +175,7 @@ def check_evaluation(config: EvaluateConfig, names: Sequence[str], *, out: Path,
     check_device(config.device)
     refuse_file(out)
     session = session.with_progress(None)
-    models = find_models(names, config.revision, untrained=False, without_weights=True)
+    models = find_models(names, config.revision, note=session.progress.note, without_weights=True)
     for kind, _ in _tasks(config, session):
         for model in models:
             _fitted(config, model, kind, note=session.progress.note)
@@ -208,7 +208,7 @@ def _planned(
 ) -> tuple[list[Evaluated], list[_Trial]]:
     """Return the models and the trials of an evaluation, after every check that needs no training."""
     refuse_file(out)
-    models = find_models(places, config.revision, untrained=config.untrained)
+    models = find_models(places, config.revision, note=session.progress.note, untrained=config.untrained)
     if config.card:
         check_cards([model for model in models if not model.untrained], places)
     trials = [
@@ -234,6 +234,21 @@ def _no_better_than_chance(trials: Sequence[_Trial], summaries: Sequence[Summary
                 "examples or so little training: the commonest class of the training set, answered for "
                 f"every text, has an accuracy of {shares}"
             )
+
+
+def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[str]:
+    """Yield a remark for each task of whose texts models have not read the ends."""
+    most: dict[tuple[str, str], tuple[int, str]] = {}
+    for trial, record in zip(trials, records, strict=True):
+        for name, count in record.num_cut.items():
+            words = (
+                f"{counted(count, 'text')} of {record.num_scored[name]:,} in {name} are longer than "
+                f"{record.identity.max_length} tokens, and were cut"
+            )
+            key = trial.kind.task.title, name
+            most[key] = max(most.get(key, (0, "")), (count, words))
+    for (title, _), (_, words) in most.items():
+        yield f"{title}: {words}. Give a greater --max-length if the models have positions for it"
 
 
 def _may_be_chance(summary: Summary, chances: Mapping[str, float]) -> bool:
@@ -409,6 +424,7 @@ def _run_trial(
         model=trial.model.title,
         num_train=len(track.train),
         num_scored={name: len(track.sets()[name]) for name in scores},
+        num_cut={name: tuned.num_cut[name] for name in scores if tuned.num_cut[name]},
         train_s=tuned.train_s,
         scores=scores,
         headline=kind.headline({name: scores[name] for name in track.dev}) if scores else None,

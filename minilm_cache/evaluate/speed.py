@@ -105,7 +105,7 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
     """
     device = choose_device(config.device)
     refuse_run_as_teacher(names)
-    models = find_models(names, config.revision, untrained=False)
+    models = find_models(names, config.revision, note=session.progress.note)
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]
     loaded = [model.encoder().eval() for model in models]

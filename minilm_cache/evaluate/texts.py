@@ -16,7 +16,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.examples import TextExample, Track
 from minilm_cache.evaluate.files import Source
 from minilm_cache.evaluate.glue import read_text_task
-from minilm_cache.evaluate.kind import EncodedSet, Features, Kind, Scores, are_finite, logits_of
+from minilm_cache.evaluate.kind import EncodedSet, Kind, Scores, are_finite, logits_of
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, load_with_head
 from minilm_cache.evaluate.settings import EvaluateConfig
@@ -129,10 +129,7 @@ class TextKind(Kind[TextTask, TextExample]):
         self, examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast
     ) -> EncodedSet[TextExample]:
         """Return the model inputs of a set, with labels where they are published."""
-        regression = self.task.is_regression
-        return EncodedSet(
-            examples, text_features(examples, tokenizer, self.task.max_length, regression=regression)
-        )
+        return text_features(examples, tokenizer, self.task.max_length, regression=self.task.is_regression)
 
     def predict(
         self,
@@ -191,7 +188,7 @@ class TextKind(Kind[TextTask, TextExample]):
 
 def text_features(
     examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast, max_length: int, *, regression: bool
-) -> Features:
+) -> EncodedSet[TextExample]:
     """Return the model inputs of single texts or pairs, with labels where they are published.
 
     Args:
@@ -203,11 +200,13 @@ def text_features(
     columns = list(zip(*(example.texts for example in examples), strict=True))
     encoded = tokenizer(*map(list, columns), truncation=True, max_length=max_length)
     kind = float if regression else int
-    return [
+    features = [
         {name: values[number] for name, values in encoded.items()}
         | ({} if example.label is None else {"labels": kind(example.label)})
         for number, example in enumerate(examples)
     ]
+    num_cut = sum(bool(each.overflowing) for each in encoded.encodings or ())
+    return EncodedSet(examples, features, num_cut=num_cut)
 
 
 def classes_of(config: PreTrainedConfig) -> list[str]:

@@ -376,7 +376,7 @@ class TextGenerator:
         if batch_size < 1:
             raise InvalidConfigError(f"batch_size {batch_size}: a pass has at least one text")
         check_generates(self.model.model, decoding, "the model")
-        sources = encode_sources(self.tokenizer, known, decoding.max_source)
+        sources, _ = encode_sources(self.tokenizer, known, decoding.max_source)
         # The longest come first, so that too little memory shows at once.
         order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
         generated = [""] * len(sources)
@@ -440,16 +440,18 @@ def _known_sources(texts: Any) -> list[str | tuple[str, ...]]:  # noqa: ANN401 -
 
 def encode_sources(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str | tuple[str, ...]], max_source: int
-) -> list[list[int]]:
-    """Return the token ids of sources, with special tokens, cut to `max_source` tokens."""
+) -> tuple[list[list[int]], int]:
+    """Return the token ids of sources, with special tokens, and how many were cut to `max_source` tokens."""
     pairs = [(text,) if isinstance(text, str) else text for text in texts]
     encoded: dict[int, list[int]] = {}
+    num_cut = 0
     for size in {len(pair) for pair in pairs}:
         numbers = [number for number, pair in enumerate(pairs) if len(pair) == size]
         columns = [[pairs[number][at] for number in numbers] for at in range(size)]
-        ids = tokenizer(*columns, truncation=True, max_length=max_source)["input_ids"]
-        encoded |= dict(zip(numbers, ids, strict=True))
-    return [encoded[number] for number in range(len(pairs))]
+        read = tokenizer(*columns, truncation=True, max_length=max_source)
+        encoded |= dict(zip(numbers, read["input_ids"], strict=True))
+        num_cut += sum(bool(each.overflowing) for each in read.encodings or ())
+    return [encoded[number] for number in range(len(pairs))], num_cut
 
 
 def copy_decoding(source: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

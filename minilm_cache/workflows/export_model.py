@@ -110,7 +110,7 @@ def export_model(
         InterruptedRunError: a stop was requested.
     """
     prepare_new(out)
-    models = find_models([name], config.revision, untrained=False)
+    models = find_models([name], config.revision, note=session.progress.note)
     if len(models) != 1:
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."

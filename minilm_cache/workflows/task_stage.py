@@ -91,7 +91,7 @@ def run_task_stage(
     task, examples = text_task(evaluating, config.task, session)
     examples = _with_text(sample_examples(examples, config.max_train), config.task, session)
     teacher = str(dump["teacher"])
-    for model in find_models([teacher], dump.get("revision"), untrained=False):
+    for model in find_models([teacher], dump.get("revision"), note=session.progress.note):
         TextKind(task).as_tuned(model, evaluating)  # refuses one of other classes before anything is made
     of_teacher = classes_of(read_config(locate_teacher(teacher, dump.get("revision")).folder))
     is_pair = len(examples[0].texts) > 1

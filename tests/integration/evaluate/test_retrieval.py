@@ -386,7 +386,7 @@ def test_a_text_is_read_as_far_as_the_folder_reads_it(tmp_path: Path) -> None:
     folder = save_teacher(tmp_path / "short")
     save_encoder(folder, "mean", max_length=6)
     texts = [" ".join(VOCABULARY[5:25])]
-    (model,) = find_models([str(folder)], None, untrained=False)
+    (model,) = find_models([str(folder)], None, note=print)
     own = SentenceTransformer(str(folder), device="cpu").encode(texts, normalize_embeddings=True)
     assert sentence_encoder(model, 32, "cpu").encode(texts) == pytest.approx(own, abs=1e-6)
     shorter = sentence_encoder(model, 4, "cpu").encode(texts)

@@ -204,7 +204,7 @@ def _pairs() -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # of mteb's own
 def test_mteb_scores_a_student(models: tuple[Path, Path]) -> None:
-    (model,) = find_models([str(models[1])], None, untrained=False)
+    (model,) = find_models([str(models[1])], None, note=print)
     found = mteb_scores(sentence_encoder(model, 32, "cpu"), [_pairs()])
     assert set(found) == {"Pairs"}
     assert -1 <= found["Pairs"] <= 1

@@ -20,7 +20,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.load import load_model
 from minilm_cache.session import Session
-from minilm_cache.slicing import slices
+from minilm_cache.slicing import forward, slices
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.card import attach
 from minilm_cache.store.pull import pull
@@ -172,7 +172,7 @@ def test_slices_of_one_run_are_those_of_runs_of_their_own(
 ) -> None:
     """The teacher reads the text once for all of them."""
     archs = ("2x16", "1x32", "3x16")
-    whole, read = slices.run_encoder, list[bool]()
+    whole, read = forward.run_encoder, list[bool]()
 
     def counted(*given: Any) -> Any:
         read.append(True)

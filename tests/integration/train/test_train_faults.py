@@ -51,6 +51,16 @@ def test_a_student_that_diverges_is_stopped_and_harms_nobody(
     assert (spoiled["diverged_at"], spoiled["held_out_after"]) == (10, None)
     assert sound["diverged_at"] is None
 
+    timed = ("speed", world.teacher, world.root / "run", "--length", 8, "--turns", 1, "--device", "cpu")
+    code, out, err = command(*timed)
+    assert code == 0, err
+    assert "run: 2x16 diverged, and is left out" in err
+    record = json.loads((world.root / "run/run.json").read_text())
+    record["students"] = [spoiled]
+    record["identity"]["arch"] = ["2x16"]
+    (world.root / "run/run.json").write_text(json.dumps(record))
+    command.fails(*timed, code=1, says="run: all students diverged")
+
 
 def test_few_held_out_sequences_decide_nothing(world: World, command: Command) -> None:
     world.dump()

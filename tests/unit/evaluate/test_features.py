@@ -91,8 +91,13 @@ def test_long_questions_are_cut_to_64_tokens() -> None:
 
 @pytest.mark.parametrize("regression", [True, False])
 def test_texts_are_pairs_with_labels(*, regression: bool) -> None:
-    examples = [TextExample(("ba be bi", "bo"), 1.0, "0"), TextExample(("ba", "be"), None, "1")]
-    found = text_features(examples, TOKENIZER, 6, regression=regression)
+    examples = [
+        TextExample(("ba be bi", "bo"), 1.0, "0"),
+        TextExample(("ba be", "be"), None, "1"),
+    ]  # the second has 6 tokens
+    encoded = text_features(examples, TOKENIZER, 6, regression=regression)
+    found = encoded.features
+    assert encoded.num_cut == 1
     words = TOKENIZER.convert_ids_to_tokens(found[0]["input_ids"])
     assert words == ["[CLS]", "ba", "be", "[SEP]", "bo", "[SEP]"]  # the longer text is cut first
     assert found[0]["labels"] == 1

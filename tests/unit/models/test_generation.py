@@ -104,7 +104,7 @@ def test_one_beam_is_greedy_decoding_by_whole_passes(family: str) -> None:
     model = _model(family)
     generator = TextGenerator(model, TOKENIZER, DECODING)
     found = generator.generate(SOURCES)
-    sources = encode_sources(TOKENIZER, SOURCES, DECODING.max_source)
+    sources, _ = encode_sources(TOKENIZER, SOURCES, DECODING.max_source)
     expected = [_text(_greedy(model, source, 6)) for source in sources]
     assert found == expected
     assert len(set(found)) > 1
@@ -133,7 +133,7 @@ def test_other_attentions_and_sources_of_other_kinds_are_not_read_wrongly() -> N
 def test_each_step_with_kept_keys_equals_a_whole_pass() -> None:
     model = _model("bert")
     generator = TextGenerator(model, TOKENIZER, DECODING)
-    source = encode_sources(TOKENIZER, SOURCES[:1], 20)[0]
+    source = encode_sources(TOKENIZER, SOURCES[:1], 20)[0][0]
     whole_model: Any = generator.model  # transformers types the method for models with a class of its own
     output = whole_model.generate(
         torch.tensor([source]),
@@ -163,7 +163,7 @@ def test_beams_find_the_best_of_all_texts(penalty: float) -> None:
     bias = model.get_output_embeddings().bias
     with torch.no_grad():
         bias += torch.where(allowed == 0, 0, -1e4)
-    source = encode_sources(TOKENIZER, SOURCES[:1], 20)[0]
+    source = encode_sources(TOKENIZER, SOURCES[:1], 20)[0][0]
     most = 3
 
     def score(target: Sequence[int]) -> float:
