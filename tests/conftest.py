@@ -15,8 +15,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
 from minilm_cache.cli.main import run
+from minilm_cache.models import student
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
+from minilm_cache.workflows import search
 from tests import accelerator
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
@@ -64,6 +66,16 @@ def soak(request: pytest.FixtureRequest) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow files first, whatever order the others were shuffled into."""
     items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_turns() -> Iterator[None]:
+    """Time models in one turn, where users wait for several: no test says how fast one is."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(student, "_TURNS", 1)
+        patched.setattr(search, "_TURNS", 1)
+        patched.setattr(search, "_REPEATS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")
