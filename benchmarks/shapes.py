@@ -62,7 +62,7 @@ def main() -> None:
     looks = _looks(run.path)
     last = looks[max(looks)]
     settings = validated(EmbeddingsConfig, {"data": str(given.data / "glue"), "device": "cpu"})
-    scored = compare_embeddings(settings, [str(run.path)], session=session)
+    _, *scored = compare_embeddings(settings, [given.teacher or given.name, str(run.path)], session=session)
     similar = dict(
         zip((each.arch for each in run.record.students), (s.spearman for s in scored), strict=True)
     )

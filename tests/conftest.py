@@ -18,7 +18,7 @@ from minilm_cache.cli.main import run
 from minilm_cache.models import student
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from minilm_cache.workflows import search
+from minilm_cache.workflows import search_space
 from tests import accelerator
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
@@ -73,8 +73,8 @@ def few_turns() -> Iterator[None]:
     """Time models in one turn, where users wait for several: no test says how fast one is."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(student, "_TURNS", 1)
-        patched.setattr(search, "_TURNS", 1)
-        patched.setattr(search, "_REPEATS", 2)
+        patched.setattr(search_space, "_TURNS", 1)
+        patched.setattr(search_space, "_REPEATS", 2)
         yield
 
 

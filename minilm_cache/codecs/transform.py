@@ -21,14 +21,22 @@ from minilm_cache.relations.transfer import products_in
 ROUNDING = 0.33
 """A component of n + 1 - ROUNDING steps or more has code n + 1; rounding to the nearest would be 0.5."""
 MAX_CODE = 2**15 - 1
+LOST = -MAX_CODE - 1
+"""Stands for what is no number."""
 GAIN_ROWS = 2**13
 """Rows that decide which components are stored, and how much the basis corrects them."""
 
 
 def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*rows components"]:
-    """Return the codes of components, which are in steps; codes are whole numbers, still as floats."""
-    codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE)
-    return codes.copysign_(components)
+    """Return the codes of components, which are in steps; codes are whole numbers, still as floats.
+
+    Rows with NaN or infinity get the code `LOST`, which no cache holds.
+    """
+    codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE).copysign_(components)
+    lost = ~components.sum(-1, keepdim=True).isfinite()
+    if codes.device.type == "cpu" and not lost.any():  # another device would wait for the answer
+        return codes
+    return codes.masked_fill_(lost, LOST)
 
 
 def refuse_codes(codes: Tensor) -> None:
@@ -217,4 +225,4 @@ def cosine_error(teacher: Tensor, stored: Tensor, mean: Tensor) -> float:
     """Return 1 less the mean cosine of stored rows with the teacher's; the mean of rows does not matter."""
     del mean
     cosine = float(F.cosine_similarity(stored.double(), teacher.double(), dim=-1).mean())
-    return max(0.0, 1.0 - cosine)  # rounding may bring the cosine of equal rows above 1
+    return 1.0 - min(cosine, 1.0)  # rounding may bring the cosine of equal rows above 1

@@ -1,14 +1,17 @@
 """Read a batch with the teacher: its relations, and the states that a cache stores in addition to them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from minilm_cache.corpus.sequences import Masker
+from minilm_cache.errors import TeacherError
+from minilm_cache.models.device import CPU
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Tap
@@ -59,6 +62,40 @@ def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:
     return max(1, min(batch_size, _MOST_PROBABILITIES // per_sequence))
 
 
+def refuse_not_finite(
+    inputs: Inputs,
+    numbers: Sequence[int],
+    *,
+    relations: Sequence[LayerRelations] = (),
+    values: Mapping[SignalName, Tensor] = MappingProxyType({}),
+) -> None:
+    """Raise TeacherError where a teacher gives NaN or infinity for a sequence, padding left out.
+
+    Args:
+        inputs: the sequences.
+        numbers: their numbers in the cache, for the message.
+        relations: what it gives of layers.
+        values: what else it gives, by name.
+    """
+    valid, sums = inputs.valid, list[Tensor]()
+    for layer in relations:
+        sums += [part.sum((1, 3)) for part in layer.vectors[:3]]
+    for value in values.values():
+        if value.shape[:1] == valid.shape[:1]:  # not those of masked tokens alone
+            of_tokens = value.ndim > valid.ndim and value.shape[:2] == valid.shape
+            each = valid.shape if of_tokens else valid.shape[:1]
+            sums.append(value.float().reshape(*each, -1).sum(-1))
+    for total in sums:
+        lost = ~total.isfinite().to(valid.device)
+        lost = (lost & valid).any(1) if lost.ndim > 1 else lost
+        if lost.any():
+            number = numbers[int(lost.nonzero()[0])]
+            raise TeacherError(
+                f"the teacher gives NaN or infinity for sequence {number:,} of this text. Check its weights "
+                "and --precision, or leave that text out."
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceReader:
     """A teacher and how it reads masked sequences."""
@@ -100,6 +137,9 @@ class SequenceReader:
 
         Returns:
             Relations of `layers`, in their order, and the signals.
+
+        Raises:
+            TeacherError: a number is NaN or infinite, on a CPU.
         """
         of_masked = masked_part(wanted)
         plain = [name for name in wanted if name not in of_masked]
@@ -110,6 +150,8 @@ class SequenceReader:
         if of_masked:
             masked, masked_values = self._read_masked(inputs, numbers, names=of_masked, reading=reading)
             values = {**values, **masked_values}
+        if self.teacher.device == CPU:  # another device would wait: segments look at what arrives
+            refuse_not_finite(inputs, numbers, relations=relations, values=values)
         return relations, Signals(
             values=values, masked=masked if LABELS in of_masked else None, reading=reading
         )

@@ -10,7 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 
+from minilm_cache.codecs.transform import LOST
 from minilm_cache.corpus.sequences import TokenBatch
 from minilm_cache.dump.claims import Claim
 from minilm_cache.errors import TeacherError
@@ -107,8 +109,17 @@ class Segment:
         arrived = arriving.wait()
         sequences, tokens = self._places(chosen)
         for kind, values in self.entropy.items():
-            values[sequences] = arrived.pop(entropy_column(kind)).numpy()
+            entropy = arrived.pop(entropy_column(kind))
+            if not entropy.isfinite().all():
+                raise TeacherError(
+                    f"relation {kind} would have NaN. Check the teacher's weights and --precision."
+                )
+            values[sequences] = entropy.numpy()
         for path, rows in arrived.items():
+            if rows.dtype == torch.int16 and rows.numel() and int(rows.amin()) == LOST:
+                raise TeacherError(
+                    f"{path} would have NaN or infinity. Check the teacher's weights and --precision."
+                )
             if rows.is_floating_point() and path.startswith(_AS_THEY_ARE) and not rows.isfinite().all():
                 raise TeacherError(
                     f"{path} would have NaN, infinity or a number that {rows.dtype} cannot hold. Check the "

@@ -24,6 +24,21 @@ from minilm_cache.store.durable import new_folder
 from minilm_cache.wording import printable
 
 
+def source_config(init_teacher: str | None, teacher: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the model that students are cut from.
+
+    Args:
+        init_teacher: name or folder of a donor. None means the teacher of the cache.
+        teacher: configuration of that teacher.
+
+    Raises:
+        TeacherError: the donor does not exist.
+    """
+    if init_teacher is None:
+        return teacher
+    return read_config(locate_teacher(init_teacher, without_weights=True).folder)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherWeights:
     """A folder with the weights of a cache's teacher."""

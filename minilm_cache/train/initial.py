@@ -23,7 +23,7 @@ from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.parts import check_cut, check_sizes
 from minilm_cache.slicing.slices import SlicePlan, SliceSource, has_slice, load_slice
-from minilm_cache.slicing.source import TeacherWeights, teacher_weights
+from minilm_cache.slicing.source import TeacherWeights, source_config, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.card import cached_tokenizer
@@ -220,12 +220,6 @@ class Beginnings:
     of_record: str | None = None
     """Name in the record of a run whose checkpoint replaces the weights. None means a run that begins."""
 
-    def recorded(self, name: str) -> "Beginnings":
-        """Return what a run goes on with, given the name in its record."""
-        if name == self.name:
-            return self
-        return Beginnings(of={arch: random_weights() for arch in self.of}, of_record=name)
-
     @property
     def name(self) -> str:
         """What identifies the initial weights of all students: `random`, or a kind and a hash."""
@@ -414,6 +408,7 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
     """
     if config.first is not None and config.init_teacher is not None:
         _refuse_other_than_teacher(config.init_teacher, shape, teacher)
+    teacher = source_config(config.init_teacher, teacher)
     if folder_of(config.init) is not None:
         _refuse_folder_of_other_sizes(str(config.init), shape, teacher)
     elif config.init == SLICE or (config.init is None and config.names_beginning):

@@ -38,6 +38,7 @@ _Place = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 """A folder or URL."""
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_OfLayers = dict[Annotated[str, Field(max_length=64)], list[bool | int | float | str | None]]
 _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 
@@ -187,6 +188,9 @@ class StudentRecord(_Record):
     releases."""
     begun_with: str | None = None
     """The same in words. None means a run of the first releases."""
+    of_layers: _OfLayers | None = None
+    """Settings of its configuration that differ by layer, such as kinds of attention, with an entry for each
+    layer. None means that its family has none, or an earlier release."""
     target: Literal["teacher", "stored rows"]
     """Target of the KL: the teacher, which unbiased rows estimate, or the stored rows, if they are biased."""
     held_out_before: _Figures | None

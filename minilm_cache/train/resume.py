@@ -1,20 +1,30 @@
 """What a run goes on with: an objective learned before, its folder, record, identity and initial weights."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.load import lists_of_layers, read_config
+from minilm_cache.models.locate import CONFIG
+from minilm_cache.models.tap import Head
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.slicing.slices import SliceSource
 from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config, with_first
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
-from minilm_cache.train.initial import Beginnings, refuse_donor_of_first
+from minilm_cache.train.initial import Beginnings, InitialWeights, refuse_donor_of_first
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import (
     ANOTHER_MODEL,
     RunIdentity,
     RunRecord,
+    StudentRecord,
     has_trained_nothing,
     load_record,
     refuse_other_run,
@@ -51,8 +61,55 @@ def recorded(
     is_unfinished = record.identity.init == RANDOM or load_state(folder.checkpoints).step > 0
     if not (began_by_default if record.complete else is_unfinished):
         return path, identity, beginnings
-    begun = beginnings.recorded(record.identity.init)
-    return path, identity.model_copy(update={"init": begun.name}), begun
+    begun = record.identity.init
+    if begun == beginnings.name:
+        return path, identity, beginnings
+    kept = {student.arch: _KeptWeights.of(student, folder, begun) for student in record.students}
+    return path, identity.model_copy(update={"init": begun}), Beginnings(of=kept, of_record=begun)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptWeights(InitialWeights):
+    """Weights of a run that goes on without their source: its checkpoint has them."""
+
+    folder: Path
+    of_layers: Mapping[str, list[Any]] | None
+    """See `StudentRecord.of_layers`."""
+
+    @classmethod
+    def of(cls, student: StudentRecord, folder: RunFolder, name: str) -> "_KeptWeights":
+        """Return those of a student of a run, which began with weights of this name."""
+        of_layers, trained = student.of_layers, folder.student(student.arch)
+        if of_layers is None and (trained / CONFIG).is_file():  # an earlier release trained it
+            config = read_config(trained)
+            of_layers = lists_of_layers(config.to_dict(), config.num_hidden_layers)
+        elif of_layers is None and name == RANDOM:  # layers are of the kinds that their places have
+            of_layers = {}
+        words = student.begun_with or student.init or name
+        return cls(kind=RANDOM, name=name, in_words=words, folder=folder.path, of_layers=of_layers)
+
+    def adapt(self, config: PreTrainedConfig) -> None:
+        """Give layers the settings that they began with.
+
+        Raises:
+            IdentityMismatchError: they differ by layer, and nothing says how they did.
+        """
+        expected = lists_of_layers(config.to_dict(), config.num_hidden_layers)
+        if expected and self.of_layers is None:
+            raise IdentityMismatchError(
+                f"{self.folder} began with {self.in_words}, in an earlier release, and nothing there says "
+                f"which of its layers have which {' and '.join(expected)}. Give the teacher by "
+                "--init-teacher, or choose another --out."
+            )
+        for name, values in (self.of_layers or {}).items():
+            if name not in expected or len(values) != config.num_hidden_layers:
+                raise IdentityMismatchError(
+                    f"{self.folder}: of_layers of its record is not of these students."
+                )
+            setattr(config, name, list(values))
+
+    def begin(self, model: PreTrainedModel, head: Head | None, shared: SliceSource) -> None:
+        """Leave the weights as they are: the checkpoint replaces them."""
 
 
 def _is_of_first_releases(record: RunRecord) -> bool:

@@ -475,6 +475,7 @@ class _Run:
                 target="teacher" if self.cache.is_unbiased else "stored rows",
                 init=self.beginnings.of[trainer.shape.arch].kind,
                 begun_with=self.beginnings.of[trainer.shape.arch].in_words,
+                of_layers=trainer.settings_of_layers or None,
                 held_out_before=before,
                 loss_before=trainer.loss_of(before),
             )

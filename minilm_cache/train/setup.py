@@ -145,6 +145,33 @@ def larger_than_teacher(config: TrainConfig, shapes: Sequence[StudentShape], cac
     ]
 
 
+def config_of(
+    shape: StudentShape, cache: Cache, *, objective: Objective, initial: InitialWeights
+) -> PreTrainedConfig:
+    """Return the configuration of a student of a run, which has all pieces.
+
+    Args:
+        shape: shape of the student.
+        cache: cache that it learns from.
+        objective: the objective of the run.
+        initial: initial weights of the student.
+
+    Raises:
+        InvalidConfigError: the family has no such shape.
+        CacheCorruptError: the configuration in the cache is not that of the teacher.
+    """
+    document, donor = cache.reader.attachment(TEACHER_CONFIG), initial.donor
+    config = (
+        student_config(shape, document, cache.manifest)
+        if donor is None
+        else shape_config(shape, donor.to_dict(), donor.model_type)
+    )
+    if objective.head == "sequences" and objective.num_classes is not None:
+        _name_classes(config, class_names(document, cache.manifest), objective.num_classes)
+    initial.adapt(config)
+    return config
+
+
 def build_trainers(
     config: TrainConfig,
     cache: Cache,
@@ -183,20 +210,11 @@ def build_trainers(
         bytes_each=0 if config.gradient_checkpointing else activation_bytes,
         device=ranks.device,
     )
-    teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers, shared = [], SliceSource()
     for shape in shapes:
         seed = config.seed if shape.seed is None else shape.seed
         initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
-        donor = initial.donor
-        model_config = (
-            student_config(shape, teacher_config, manifest)
-            if donor is None
-            else shape_config(shape, donor.to_dict(), donor.model_type)
-        )
-        if objective.head == "sequences" and objective.num_classes is not None:
-            _name_classes(model_config, class_names(teacher_config, manifest), objective.num_classes)
-        initial.adapt(model_config)
+        model_config = config_of(shape, cache, objective=objective, initial=initial)
         model = _begun(model_config, initial, tokens, seed=seed, head=objective.head, shared=shared)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(

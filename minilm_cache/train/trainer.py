@@ -1,7 +1,7 @@
 """Trains one student: its model, its objective, its optimizer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import CPU, draw_faster, has_bfloat16, seed_draws
+from minilm_cache.models.load import lists_of_layers
 from minilm_cache.models.tap import Head, Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
@@ -85,6 +86,12 @@ class StudentTrainer:
         pooler = self.learner.objective.sentence_pooler
         maps = () if pooler is None else pooler.parameters()
         return sum(weight.numel() for weight in (*self.model.parameters(), *maps))
+
+    @property
+    def settings_of_layers(self) -> dict[str, list[Any]]:
+        """Settings of the student's configuration that have an entry for each layer."""
+        config = self.model.model.config
+        return lists_of_layers(config.to_dict(), config.num_hidden_layers)
 
     def step(self, batch: StudentBatch, step: int) -> Losses:
         """Take one optimizer step on a batch that is a whole step."""

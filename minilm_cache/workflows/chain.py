@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
+from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher, refuse_other_dump
@@ -211,7 +212,8 @@ def _dump(
         )
         time.sleep(_POLL_S)
     if stage.path == first:
-        check_with_cache([config.train], first, session)
+        cache = open_cache(first, home=session.home)
+        check_with_cache([config.train], cache, home=session.home, num_ranks=ranks.num_data)
     ranks.barrier()
 
 

@@ -137,6 +137,9 @@ def read_chain(
     for key in NOT_OF_A_CHAIN & document.dump.keys():
         assert source is not None
         source.fail(("dump", key), "a chain sets this itself; leave it out")
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):  # an option replaces either
+        if one in train:
+            stated.pop(other, None)
     recipe = with_preset(named, {**stated, **train})
     stated = {name: value for name, value in recipe.items() if name not in train}
     training = _settings(source, TrainConfig, "train", stated=stated, given=train)

@@ -332,6 +332,15 @@ _OF_OTHER_TEXTS: Final = (
 """Settings of a dump that say which texts it reads, or what of them is stored."""
 
 
+def _refuse_lacking_of_task(dump: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    for name, stated, what in (
+        ("teacher", dump, "a model that was fine-tuned on the task"),
+        ("arch", train, "the student's shape, such as --arch 3x384"),
+    ):
+        if name not in stated:
+            raise InvalidConfigError(f"--{name} is missing: {what}.")
+
+
 def check_task_stage(
     config: TaskStageConfig,
     *,
@@ -365,8 +374,7 @@ def check_task_stage(
     ):
         if names:
             raise InvalidConfigError(f"{names[0]}: {what}. Leave it out.")
-    if "teacher" not in dump:
-        raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
+    _refuse_lacking_of_task(dump, train)
     if is_own_task(str(config.task)) and config.dev is None:
         raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
     if config.augment is not None and "label_weight" in train:

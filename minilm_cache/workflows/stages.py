@@ -6,7 +6,7 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from minilm_cache.cache import open_cache
+from minilm_cache.cache import Cache
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
@@ -16,14 +16,18 @@ from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.base import StudentFacts, check_shape
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import split_into
-from minilm_cache.session import Session
+from minilm_cache.settings import asked_vocabulary
+from minilm_cache.slicing.source import source_config
 from minilm_cache.store.index import committed_shards, read_ranges
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import RANDOM, TrainConfig, check_batch, refuse_no_tracker, with_first
 from minilm_cache.train.folder import is_run
-from minilm_cache.train.initial import check_beginning
+from minilm_cache.train.initial import check_beginning, initial_weights
 from minilm_cache.train.record import load_record
+from minilm_cache.train.run import refuse_other_texts
+from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import student_shapes
 from minilm_cache.workflows.config import NOT_OF_A_CHAIN
 
 COMPLETE: Final = "complete"
@@ -93,16 +97,19 @@ def check_student(
     Raises:
         InvalidConfigError: the shape does not fit the teacher's family, cannot begin as it should, or is that
             of an assistant with other heads than its teacher, or cannot learn the objective.
+        TeacherError: the model that it is cut from does not exist.
     """
     split = split_into(config.objective, config.relation_heads, heads)
     compares_heads = is_assistant or config.spec.compares_heads
-    shape = parse_arch(arch, heads, split_into=split, compares_heads=compares_heads)
+    source = source_config(config.init_teacher, teacher)
+    own_heads = heads if compares_heads else source.num_attention_heads
+    shape = parse_arch(arch, own_heads, split_into=split, compares_heads=compares_heads)
     if shape.num_heads != heads and is_assistant:
         raise InvalidConfigError(
             f"assistant {arch}: an assistant must have its teacher's {heads} heads, so that the same "
             f"students can be trained with and without it. Leave out :h{shape.num_heads}."
         )
-    student = shape_config(shape, teacher.to_dict(), teacher.model_type)
+    student = shape_config(shape, source.to_dict(), source.model_type)
     check_beginning(config, shape, teacher)
     sizes = [StudentFacts.of(each, each.num_hidden_layers) for each in (student, teacher)]
     for each in with_first(config):
@@ -140,6 +147,8 @@ def check_training(
         )
     if here and config.init_teacher is not None:
         locate_teacher(config.init_teacher, without_weights=True)
+    if here and config.vocab is not None:
+        asked_vocabulary(config.vocab)
     if dump is None:
         return
     if config.batches == "by-query" and dump.pair_columns is None:
@@ -154,16 +163,31 @@ def check_training(
         )
 
 
-def check_with_cache(trainings: Iterable[TrainConfig], place: Path, session: Session) -> None:
-    """Check trainings against a cache that has just been dumped, before the first of them trains for hours.
+def check_with_cache(
+    trainings: Iterable[TrainConfig], cache: Cache, *, home: Path, num_ranks: int = 1
+) -> None:
+    """Check trainings against a complete cache, before the first of them trains for hours.
+
+    Args:
+        trainings: their settings.
+        cache: the cache.
+        home: folder of caches, runs and slices.
+        num_ranks: processes that train together.
 
     Raises:
-        InvalidConfigError: the cache does not serve one of them, or has too few sequences for its batches.
+        InvalidConfigError: the cache does not serve one of them, has too few sequences for its batches, or
+            students cannot begin or read as they should.
+        IdentityMismatchError: the model that they begin with is not the cache's teacher.
+        TeacherError: it does not exist.
     """
-    cache = open_cache(place, home=session.home)
     for config in trainings:
         check_batch(config, cache.manifest)
-        choose_objective(config, cache, arch=config.arch, home=session.home)
+        for each in with_first(config):
+            objective = choose_objective(each, cache, arch=each.arch, home=home)
+        plan_steps(config, cache.reader, num_ranks=num_ranks)
+        shapes = student_shapes(config, objective)
+        begun = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
+        refuse_other_texts(cache, objective, begun.tokens)
 
 
 def assistants_dump(of_teacher: DumpConfig, assistant: Path, *, first: Path, out: Path) -> DumpConfig:

@@ -29,7 +29,6 @@ from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig, check_codec
 from minilm_cache.objectives.labelled import own_labels
 from minilm_cache.objectives.several import check_also
@@ -235,7 +234,7 @@ def _dump(
 ) -> Path:
     """Dump a cache, which shares the first one's token files, check its passes, and return its folder."""
     dump_cache(config, out=path, tokens_of=tokens_of, session=session)
-    check_with_cache(trainings, path, session)
+    check_with_cache(trainings, open_cache(path, home=session.home), home=session.home)
     return tokens_of or path
 
 
@@ -470,8 +469,15 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
                 check_training(planned.config, dumped, depth=config.num_hidden_layers, here=here)
             _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
             check_also(planned.config.also, home=home)
-            if opened is not None:
-                choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
+            if opened is not None and here:
+                _check_with_cache(study, planned.config, opened, home=home)
+
+
+def _check_with_cache(study: Study, training: TrainConfig, cache: Cache, *, home: Path) -> None:
+    try:
+        check_with_cache([training], cache, home=home)
+    except InvalidConfigError as error:
+        study.source.fail(("train",), str(error))
 
 
 def _check_scores(study: Study, folder: Path, session: Session) -> None:

@@ -18,7 +18,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
     TeacherError,
 )
-from minilm_cache.models.load import load_model
+from minilm_cache.models.load import load_model, read_config
 from minilm_cache.session import Session
 from minilm_cache.slicing import forward, slices
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
@@ -28,7 +28,7 @@ from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
-from tests.support import VOCABULARY, World, pushed, save_teacher
+from tests.support import VOCABULARY, World, pushed, save_teacher, write_corpus
 
 ONE = ("2x16",)
 
@@ -260,6 +260,57 @@ def test_a_run_that_began_as_a_slice_goes_on_without_the_teacher(world: World, c
     assert_same(weights(whole)["2x16"], weights(resumed)["2x16"])
     again = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
     assert again.record == whole.record
+
+
+@pytest.mark.parametrize("step", [2, 6, None], ids=["resumed", "longer", "written again"])
+def test_layers_keep_their_kinds_where_a_run_goes_on_without_the_teacher(
+    tmp_path: Path, step: int | None
+) -> None:
+    """Of a family whose layers differ: layers 0, 1 and 3 of 4 are not of the kinds of the last three."""
+    teacher = save_teacher(tmp_path / "teacher", "modernbert", num_hidden_layers=4)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    cache = world.dump().path
+    shape = {"arch": ("3x32:ff48",), "checkpoint_steps": 2, "dropout": "none"}
+
+    def run(out: str, steps: int, stop: int | None = None) -> TrainResult:
+        session = Session(world.home, should_stop=(lambda: False) if stop is None else stop_after(stop))
+        config = settings(**shape, steps=steps)
+        return train_students(config, cache, out=tmp_path / out, session=session)
+
+    whole = run("whole", 6)
+    if step == 2:
+        with pytest.raises(InterruptedRunError):
+            run("parts", 6, stop=3)
+    else:
+        run("parts", 6)
+    kinds = AutoModel.from_pretrained(whole.student_path("3x32:ff48")).config.layer_types
+    assert kinds != read_config(teacher).layer_types[-3:]
+    teacher.rename(tmp_path / "moved")
+    if step is None:
+        shutil.rmtree(tmp_path / "parts/students")
+    went_on = run("parts", 12 if step == 6 else 6)
+    student = AutoModel.from_pretrained(went_on.student_path("3x32:ff48"))
+    assert student.config.layer_types == kinds
+    if step != 6:
+        assert_same(weights(whole)["3x32:ff48"], weights(went_on)["3x32:ff48"])
+        assert went_on.record.students[0].held_out_after == whole.record.students[0].held_out_after
+
+
+def test_a_run_of_an_earlier_release_whose_layers_differ_needs_its_teacher(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher", "modernbert", num_hidden_layers=4)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    cache = world.dump().path
+    config = settings(arch=("3x32:ff48",), steps=6, checkpoint_steps=2)
+    with pytest.raises(InterruptedRunError):
+        train_students(
+            config, cache, out=tmp_path / "run", session=Session(world.home, should_stop=stop_after(3))
+        )
+    document = json.loads((tmp_path / "run/run.json").read_text())
+    del document["students"][0]["of_layers"]
+    (tmp_path / "run/run.json").write_text(json.dumps(document))
+    teacher.rename(tmp_path / "moved")
+    with pytest.raises(IdentityMismatchError, match="which of its layers have which layer_types"):
+        train_students(config, cache, out=tmp_path / "run", session=Session(world.home))
 
 
 def test_a_damaged_note_of_a_teacher_is_no_teacher(world: World, cache: Path) -> None:

@@ -74,6 +74,7 @@ def test_a_document_is_the_same_chain_as_its_options(world: World, command: Comm
     document.write_text(json.dumps({**text, "dump": {**text["dump"], "packing": "packed"}}))
     assert command("chain", document, *options, *more, world.root / "chain")[0] == 0
     command.fails("chain", document, "--batch-size", 0, code=2, says="--batch-size 0: ")
+    assert command("chain", document, *options, "--epochs", 1, *more, world.root / "chain")[0] == 0
     aside = world.root / "aside/notes.yaml"  # an option replaces a path that is not beside the document
     aside.parent.mkdir()
     aside.write_text(document.read_text())

@@ -1,6 +1,7 @@
 """Searches: budgets hold by measures of torch's own, rounds are ordinary runs, and stops change nothing."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from operator import le
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModel
 
 from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError
@@ -207,6 +209,62 @@ def test_vocabularies_that_there_are_not(cache: Path, tmp_path: Path, command: C
         command.fails(*words, f"--vocabularies={value}", code=2, says=says)
     command.fails(*words, "--vocabularies", "3", code=2, says="--vocabularies 3")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "donor"),
+    [
+        ("bert", "tinybert-prediction", None),
+        ("electra", "tinybert-prediction", None),
+        ("distilbert", "embedding", None),
+        ("bert", "mlm-kd", None),
+        ("bert", "embedding", "modernbert"),
+    ],
+)
+def test_weights_and_bytes_are_those_of_the_file(
+    tmp_path: Path, command: Command, *, family: str, objective: str, donor: str | None
+) -> None:
+    """With the head that the objective needs, and of the family that students are cut from."""
+    head = {"tinybert-prediction": "sequences", "mlm-kd": "tokens"}.get(objective)
+    encoder = save_teacher(tmp_path / "encoder", family, head=head)
+    if objective == "embedding":
+        save_encoder(encoder, "mean", max_length=32)
+    packing = "packed" if objective == "mlm-kd" else "records"
+    world = World(tmp_path, encoder, write_corpus(tmp_path / "corpus.txt", 120))
+    cache = world.dump(**{"for": objective, "packing": packing})
+    tried: tuple[object, ...] = ("--layers", 1, "--widths", 16, "--feed-forward", 4, "--max-parameters", "1M")
+    words = (*tried, *TRAINED[2:], "--objective", objective)
+    if donor is not None:
+        words += ("--init", "slice", "--init-teacher", save_teacher(tmp_path / "donor", donor))
+    code, out, err = command("search", cache.path, *words, "--out", tmp_path / "out", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    (each,) = result["candidates"]
+    student = Path(result["student"])
+    files = list(student.rglob("model.safetensors"))
+    assert each["num_bytes"] == sum(file.stat().st_size for file in files[:1]) + 4 * map_of(student)
+    with safe_open(student / "model.safetensors", "pt") as opened:
+        saved = sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    assert each["num_parameters"] == saved + map_of(student)
+
+
+def map_of(student: Path) -> int:
+    """Return the weights of a student's linear map."""
+    total = 0
+    for file in student.glob("*_Dense/model.safetensors"):
+        with safe_open(file, "pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return total
+
+
+def test_a_teacher_of_one_layer_has_students_of_one(tmp_path: Path, command: Command) -> None:
+    encoder = save_teacher(tmp_path / "encoder", num_hidden_layers=1)
+    save_encoder(encoder, "mean", max_length=32)
+    cache = World(tmp_path, encoder, write_corpus(tmp_path / "corpus.txt", 120)).dump(**{"for": "embedding"})
+    words = ("search", cache.path, "--widths", 16, "--feed-forward", 4, "--max-parameters", "1M", *TRAINED)
+    code, out, err = command(*words, "--out", tmp_path / "out", "--json")
+    assert code == 0, err
+    assert [each["arch"] for each in json.loads(out)["candidates"]] == ["1x16"]
 
 
 def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, command: Command) -> None:

@@ -518,6 +518,38 @@ def test_passes_are_named_by_what_an_objective_sets(world: World, objective: str
     assert {one.name.rsplit("-s", 1)[0] for one in study.passes} == {f"a-{name}"}
 
 
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ("batch_size: 4096", "sequences"),
+        ("batches: by-query", "is for pairs of texts"),
+        ("streams: 999", "--streams 999"),
+        ("vocab: '3'", "stay in any case"),
+        ("vocab: nowhere.txt", "there is no such file"),
+    ],
+)
+def test_what_a_cache_cannot_serve_is_refused_by_a_dry_run(
+    world: World, shared_world: World, command: Command, train: str, says: str
+) -> None:
+    path = document(world, dump="", caches=f"\n  c: {{cache: {shared_world.root / 'cache'}}}")
+    path.write_text(path.read_text().replace("dump:\n", "").replace("  batch_size: 4\n", f"  {train}\n"))
+    for more in (("--dry-run",), ()):
+        command.fails("study", path, "--out", world.root / "study", *more, code=2, says=says)
+    assert not (world.root / "study").exists()
+
+
+def test_shapes_of_a_donor_are_checked_by_the_donor(world: World, command: Command) -> None:
+    deep = save_teacher(world.root / "deep", num_hidden_layers=6)
+    flat = save_teacher(world.root / "flat", num_hidden_layers=1)
+    for donor, arch in ((flat, "2x32"), (deep, "7x32")):
+        train = f"\n  steps: 2\n  batch_size: 4\n  init: slice\n  init_teacher: {donor}\n  device: cpu"
+        path = document(world, train=train, arch=f" [{arch}]", objective=" [hidden-mse]")
+        command.fails("study", path, "--dry-run", code=2, says="more layers than the teacher's")
+    path = document(world, train=train, arch=" [4x32]", caches=" {a: {k: 6}}", seed=" [0]")
+    code, _, err = command("study", path, "--out", world.root / "study")
+    assert code == 0, err
+
+
 def test_equal_objectives_are_refused_however_they_are_written(world: World, command: Command) -> None:
     objectives = " [minilm, {objective: minilm, value_relation: true}]"
     path = document(world, objective=objectives)

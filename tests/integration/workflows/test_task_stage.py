@@ -228,6 +228,7 @@ def test_what_a_task_stage_refuses_leaves_its_folder_alone(
         (("--dump-batch-size", 0), "--dump-batch-size 0: give at least 1"),
     ):
         command.fails(*words, *more, code=2, says=says)
+    command.fails("chain", "--out", out, *task, code=2, says="--arch is missing")
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         command.fails(*words, code=2, says="a task stage runs in one process")
