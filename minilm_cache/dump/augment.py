@@ -34,7 +34,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.models.tokenizer import load_tokenizer, mask_token
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token, refuse_ids_beyond
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, remove_left_of, storage_errors
 
@@ -107,6 +107,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
     model = TappedModel(load_model(source.folder, "tokens", name=source.name))
+    refuse_ids_beyond(tokenizer, model.model.config.vocab_size, source.folder)
     check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     corpus = load_corpus(
         config.corpus, config.text_column, config.documents, pair_columns=config.pair_columns

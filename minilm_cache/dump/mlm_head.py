@@ -27,7 +27,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.models.tokenizer import load_tokenizer, mask_token
+from minilm_cache.models.tokenizer import load_tokenizer, mask_token, refuse_ids_beyond
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.session import ALONE, Session
@@ -84,6 +84,7 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
     model, lacking = load_weights(source.folder, "tokens")
     if not lacking:
         raise TeacherError(f"{source.folder} has a head for masked tokens already: dump with it as it is.")
+    refuse_ids_beyond(tokenizer, model.config.vocab_size, source.folder)
     tapped = TappedModel(model).to(device)
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     sequences = _load_sequences(config, tokenizer, session=session)

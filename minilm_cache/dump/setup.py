@@ -28,6 +28,7 @@ from minilm_cache.objectives.config import COMPARING
 from minilm_cache.session import Session
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
 from minilm_cache.storage_schema.states import SignalName, StatesIdentity
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name, refuse_begun, refuse_other_cache
@@ -159,10 +160,13 @@ def resolve_dump(
         return resolve_dump(plain, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     refuse_file(path)
     _refuse_other_cache(path, identity)
+    donor = None if add is None else open_donor(add, identity)
+    if donor is not None and TEACHER_WEIGHTS in donor.manifest.files and not config.keep_weights:
+        session.progress.note(f"the teacher's weights are kept, as in {add}")
+        config = config.with_changes(keep_weights=True)
     if config.keep_weights:
         teacher.refuse_large_weights()
     _remember(session, teacher)
-    donor = None if add is None else open_donor(add, identity)
     if not resume:
         refuse_begun(path)
     return ResolvedDump(

@@ -15,7 +15,7 @@ import torch
 from minilm_cache.codecs.transform import LOST
 from minilm_cache.corpus.sequences import TokenBatch
 from minilm_cache.dump.claims import Claim
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.relations.transfer import Arrival
 from minilm_cache.storage_schema.arrays import entropy_column
 from minilm_cache.storage_schema.identity import RelationKind
@@ -116,6 +116,11 @@ class Segment:
                 )
             values[sequences] = entropy.numpy()
         for path, rows in arrived.items():
+            if rows.shape[1:] != self.rows[path].shape[1:]:  # numpy would repeat a row of one number
+                raise InvalidConfigError(
+                    f"{path}: rows of {tuple(rows.shape[1:])} numbers are given, and "
+                    f"{self.rows[path].shape[1:]} are declared. Change the signal's `values` or its `width`."
+                )
             if rows.dtype == torch.int16 and rows.numel() and int(rows.amin()) == LOST:
                 raise TeacherError(
                     f"{path} would have NaN or infinity. Check the teacher's weights and --precision."

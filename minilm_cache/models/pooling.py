@@ -230,6 +230,7 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig, *, most: 
         OSError: the file system refused.
     """
     if is_cross_encoder(source):
+        _modules(source)  # refuses a damaged list
         _refuse_foreign_code(read_json(source / MODULES, kind=list), source / MODULES)
         for file in reading_files(source):
             (folder / file.name).write_bytes(file.read_bytes())

@@ -446,6 +446,19 @@ def _num_calls(model: PreTrainedModel) -> int | None:
     return recorder.num_calls
 
 
+def last_states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return a model's last hidden states, `(batch, length, hidden)`.
+
+    Raises:
+        TeacherError: its encoder gives none, as those that are wrapped in another one.
+    """
+    outputs = model.base_model(input_ids=ids, attention_mask=mask)
+    states: Tensor | None = getattr(outputs, "last_hidden_state", None)
+    if states is None:
+        raise _not_a_text_encoder(model, "its encoder gives no last hidden states")
+    return states
+
+
 def _not_a_text_encoder(model: PreTrainedModel, reason: str) -> TeacherError:
     return TeacherError(
         f"model family {model.config.model_type!r} does not read token ids as a text encoder does "

@@ -25,7 +25,7 @@ from minilm_cache.models.load import check_positions, draw_weights, load_model, 
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity, says
-from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
+from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel, last_states
 from minilm_cache.models.tokenizer import load_tokenizer, refuse_ids_beyond, some_token, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
@@ -267,7 +267,7 @@ class Teacher:
         mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)][::order], 1)
         chosen = slice(-ids.shape[1], None) if is_before else slice(ids.shape[1])
         alone, beside = (
-            self.model.base_model(input_ids=words, attention_mask=seen).last_hidden_state[0, chosen].float()
+            last_states(self.model, words, seen)[0, chosen].float()
             for words, seen in ((ids, None), (padded, mask))
         )
         return float(torch.linalg.norm(beside - alone) / torch.linalg.norm(alone))
@@ -357,7 +357,7 @@ class Teacher:
         token = some_token(self.tokenizer)
         other = (token + 1) % self.model.config.vocab_size
         ids = torch.tensor([[token, token], [token, other]], device=self.device)
-        one, another = self.model.base_model(input_ids=ids).last_hidden_state[:, 0]
+        one, another = last_states(self.model, ids)[:, 0]
         return torch.equal(one, another)
 
     def refuse_large_weights(self) -> None:

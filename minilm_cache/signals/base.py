@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS
 from minilm_cache.codecs.transform import Bound, TransformCode
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Tap
@@ -128,7 +128,17 @@ class AsIs(SignalCodec):
         return self.place == "token"
 
     def encode(self, values: Tensor, length: int) -> Mapping[str, Tensor]:
-        """Return values in the type of the array."""
+        """Return values in the type of the array.
+
+        Raises:
+            InvalidConfigError: they are of tokens where they should be of sequences, or the reverse.
+        """
+        if values.ndim != (3 if self.place == "token" else 2):
+            wanted = "(batch, length, width)" if self.place == "token" else "(batch, width)"
+            raise InvalidConfigError(
+                f"{self.path}: the signal gives values of the shape {tuple(values.shape)}, and its rows are "
+                f"{wanted}. Change its `values` or its `axis`."
+            )
         stored = values.to(self.dtype)
         if self.place == "first":
             stored = torch.nn.functional.pad(stored[:, None], (0, 0, 0, length - 1))

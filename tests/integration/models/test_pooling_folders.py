@@ -9,9 +9,12 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from torch import nn
 
+from minilm_cache.errors import TeacherError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
-from minilm_cache.models.pooling import SentenceModel, leaves_prompts_out, num_map_weights
+from minilm_cache.models.complete import is_cross_encoder
+from minilm_cache.models.load import read_config
+from minilm_cache.models.pooling import SentenceModel, copy_pooling, leaves_prompts_out, num_map_weights
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.support import World, dump_arguments, save_teacher
@@ -95,6 +98,15 @@ def test_a_length_that_is_none_is_refused(world: World, command: Command, length
 def test_damaged_modules_are_one_line(world: World, command: Command, content: str) -> None:
     (world.teacher / "modules.json").write_text(content)
     command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="modules.json")
+
+
+def test_damaged_modules_of_a_cross_encoder_are_an_error(tmp_path: Path) -> None:
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    (scorer / "sentence_bert_config.json").write_text('{"transformer_task": "sequence-classification"}')
+    (scorer / "modules.json").write_text('[{"idx": 0}]')
+    assert is_cross_encoder(scorer)
+    with pytest.raises(TeacherError, match="is not a list of modules"):
+        copy_pooling(scorer, tmp_path, read_config(scorer))
 
 
 @pytest.mark.parametrize(

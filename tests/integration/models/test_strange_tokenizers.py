@@ -67,7 +67,18 @@ def test_ids_beyond_the_table_are_refused(world: World, command: Command) -> Non
     content["model"]["vocab"][word] = 500
     file.write_text(json.dumps(content))
     world.corpus.write_text(f"{word} {word}\n\n" * 40)
-    command.fails(*dump_arguments(world), code=1, says=("has ids up to 500", "trained with there"))
+    others = (
+        "--teacher",
+        world.teacher,
+        "--corpus",
+        world.corpus,
+        "--out",
+        world.root / "new",
+        "--max-length",
+        32,
+    )
+    for words in (dump_arguments(world), ("head", *others), ("augment", *others)):
+        command.fails(*words, code=1, says=("has ids up to 500", "trained with there"))
 
 
 def test_known_tokenizers_are_accepted() -> None:

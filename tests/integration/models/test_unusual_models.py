@@ -10,6 +10,8 @@ from transformers import (
     AlbertConfig,
     AutoModel,
     ConvBertConfig,
+    DPRConfig,
+    DPRQuestionEncoder,
     FunnelConfig,
     MPNetConfig,
     PreTrainedConfig,
@@ -52,6 +54,18 @@ def saved(folder: Path, config: PreTrainedConfig) -> Path:
     AutoModel.from_config(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_an_encoder_inside_another_one_is_refused(tmp_path: Path, command: Command) -> None:
+    folder = tmp_path / "teacher"
+    config = DPRConfig(vocab_size=len(VOCABULARY), num_hidden_layers=2, **HIDDEN)
+    DPRQuestionEncoder(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    text = write_corpus(tmp_path / "corpus.txt")
+    words = ("dump", "--teacher", folder, "--corpus", text, "--codec", "none", "--pooled", "--pooling", "cls")
+    command.fails(
+        *words, "--packing", "records", "--max-length", 32, code=1, says="gives no last hidden states"
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -1,6 +1,9 @@
 """What a signal of one's own must be, checked where it is registered, asked for and stored."""
 
+from typing import Literal
+
 import pytest
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -55,6 +58,29 @@ def test_a_signal_is_asked_for_once_and_must_be_known(world: World) -> None:
         DumpConfig(teacher="mini", signal=tuple(f"s{number}" for number in range(17)))
     with pytest.raises(InvalidConfigError, match="no signal of this name is registered"):
         world.dump(signal=("nothing",))
+
+
+@pytest.mark.parametrize("axis", ["token", "sequence"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 3)], ids=str)
+def test_rows_of_another_shape_than_declared_are_not_stored(
+    world: World, monkeypatch: pytest.MonkeyPatch, axis: Literal["token", "sequence"], shape: tuple[int, ...]
+) -> None:
+    """Also where numpy would repeat the one number that is given."""
+
+    class Other(Squares):
+        def width(self, teacher: TeacherIdentity) -> int:
+            del teacher
+            return 4
+
+        def values(self, name: SignalName, taken: Taken) -> Tensor:
+            del name
+            batch, length = taken.inputs.ids.shape
+            return torch.ones((batch, length, *shape) if axis == "token" else (batch, *shape))
+
+    monkeypatch.setattr(Other, "axis", axis)
+    monkeypatch.setitem(SIGNALS, "squares", Other())
+    with pytest.raises(InvalidConfigError, match=r"Change (the signal's|its) `values`"):
+        world.dump(signal=("squares",), packing="records")
 
 
 def test_numbers_that_cannot_be_held_are_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

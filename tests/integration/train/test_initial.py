@@ -340,6 +340,17 @@ def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
     assert exact.record.identity.init != result.record.identity.init
 
 
+def test_kept_weights_go_on_with_what_is_added(world: World) -> None:
+    whole = world.dump(codec="dense", keep_weights=True).path
+    added = dump_cache(
+        world.config(codec="dense", hidden="last"),
+        out=world.root / "added",
+        add=whole,
+        session=Session(world.home),
+    )
+    assert (added.path / TEACHER_WEIGHTS).read_bytes() == (whole / TEACHER_WEIGHTS).read_bytes()
+
+
 def test_kept_weights_travel_with_a_cache(world: World, store: str) -> None:
     whole = world.dump(codec="dense", keep_weights=True).path / TEACHER_WEIGHTS
     pulled = world.root / "pulled"
