@@ -127,6 +127,11 @@ class StudentObjective(nn.Module, ABC):
     """What parts are means over; tokens for parts that are not named."""
 
     @property
+    def compares_texts(self) -> bool:
+        """Whether texts of a batch are compared with each other alone, so that one by itself has no loss."""
+        return False
+
+    @property
     def is_fitted(self) -> bool:
         """Whether the objective's own weights begin with a fit to the first sequences, by `fit`."""
         return False

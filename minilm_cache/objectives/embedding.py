@@ -101,6 +101,11 @@ class EmbeddingObjective(StudentObjective):
         self.units: Mapping[str, Unit] = MappingProxyType(dict.fromkeys(self.weights, "sequences"))
 
     @property
+    def compares_texts(self) -> bool:
+        """Whether only similarities are compared."""
+        return self._losses == (SIMILARITY,)
+
+    @property
     def is_fitted(self) -> bool:
         """Whether there is a linear map to the teacher's width, which begins with a least squares fit."""
         return bool(self.pooler.dense)

@@ -29,7 +29,8 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.scores import Vectors, column_mask, key_mask, widened
+from minilm_cache.relations.scores import Vectors, column_mask, key_mask, row_mask, widened
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
 
@@ -198,7 +199,11 @@ def soft_cross_entropy(
 
 
 def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tensor, ""]:
-    """Return the mean squared error of attention scores over heads, rows and the columns that they see."""
+    """Return the mean squared error of attention scores over heads, rows and columns, padding left out.
+
+    Columns that neither model's sliding window shows add nothing, as masked ones do in the authors' code, and
+    count.
+    """
     with torch.autocast(student.query.device.type, enabled=False):
         student_scores, teacher_scores = (
             (widened(vectors.query) * vectors.scaling) @ widened(vectors.key).mT
@@ -207,4 +212,7 @@ def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tens
         length = student_scores.shape[-1]
         columns = column_mask(lengths, length, is_causal=teacher.is_causal)
         both = (key_mask(lengths, length)[:, None, :, None] & columns).expand_as(student_scores)
-        return ((student_scores - teacher_scores).square() * both).sum() / both.sum()
+        seen, attention = both, RelationKind.ATTENTION
+        if student.is_windowed or teacher.is_windowed:
+            seen = both & (row_mask(teacher, attention, lengths) | row_mask(student, attention, lengths))
+        return ((student_scores - teacher_scores).square() * seen).sum() / both.sum()

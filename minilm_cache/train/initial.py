@@ -578,12 +578,15 @@ def model_folder(folder: Path, arch: str, option: str = "--init") -> Path:
         option: command-line option that named the folder.
 
     Raises:
-        InvalidConfigError: the run has no such student.
+        InvalidConfigError: the run has no such student, or it diverged.
         IdentityMismatchError: the student has other weights than those that the run has written.
     """
     if not is_run(folder):
         return folder
-    refuse_other_weights(folder, load_record(folder), arch)
+    record = load_record(folder)
+    if any(student.arch == arch and student.diverged_at is not None for student in record.students):
+        raise InvalidConfigError(f"{option} {folder}: student {arch} diverged. Give another run.")
+    refuse_other_weights(folder, record, arch)
     student_folder = RunFolder(path=folder).student(arch)
     if not student_folder.is_dir():
         raise InvalidConfigError(

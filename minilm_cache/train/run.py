@@ -434,9 +434,14 @@ class _Run:
             graphs=graphs,
         )
 
+    def _can_compare(self, trainers: Sequence[StudentTrainer]) -> bool:
+        """Return whether held-out texts have a loss: one by itself may have none."""
+        least = 1 + any(trainer.learner.objective.compares_texts for trainer in trainers)
+        return self.cache.manifest.num_held_out >= least
+
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
-        """Return the held-out losses of students, or None for each where no sequences are held out."""
-        if not self.cache.manifest.num_held_out:
+        """Return the held-out losses of students, or None for each where nothing held out has a loss."""
+        if not self._can_compare(trainers):
             return [None] * len(trainers)
         most = self.config.batch_size // self.identity.num_parts
         size = without_lone(
@@ -457,7 +462,13 @@ class _Run:
 
         Raises:
             DivergedError: no loss is finite before the first step.
+            InvalidConfigError: held-out texts cannot be compared with each other, and are to be.
         """
+        if self.config.eval_steps is not None and not self._can_compare(trainers):
+            raise InvalidConfigError(
+                "--eval-steps: one text is held out, and this loss compares texts with each other. Leave it "
+                "out, or dump more text."
+            )
         all_before: list[HeldOutLosses | None] = [*self.held_out(trainers)]
         losses = [trainer.loss_of(before) for trainer, before in zip(trainers, all_before, strict=True)]
         lost = [number for number, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]

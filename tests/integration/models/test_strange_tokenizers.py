@@ -1,6 +1,7 @@
 """Tokenizers of strangers: what makes far more of a text than it was, or gives up on it, is one line."""
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.tokenizer import load_tokenizer
 from tests.conftest import Command
 from tests.processes import CommandProcess
-from tests.support import World, dump_arguments
+from tests.support import World, dump_arguments, save_teacher
 
 TEN = {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}
 EMPTY = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "yyyyyyyyyy" * 10}
@@ -67,17 +68,14 @@ def test_ids_beyond_the_table_are_refused(world: World, command: Command) -> Non
     content["model"]["vocab"][word] = 500
     file.write_text(json.dumps(content))
     world.corpus.write_text(f"{word} {word}\n\n" * 40)
-    others = (
-        "--teacher",
-        world.teacher,
-        "--corpus",
-        world.corpus,
-        "--out",
-        world.root / "new",
-        "--max-length",
-        32,
-    )
-    for words in (dump_arguments(world), ("head", *others), ("augment", *others)):
+    headed = save_teacher(world.root / "headed", head="tokens")
+    shutil.copy(file, headed)
+    others = ("--corpus", world.corpus, "--out", world.root / "new", "--max-length", 32)
+    for words in (
+        tuple(dump_arguments(world)),
+        ("head", "--teacher", world.teacher, *others),
+        ("augment", "--teacher", headed, *others),
+    ):
         command.fails(*words, code=1, says=("has ids up to 500", "trained with there"))
 
 

@@ -31,7 +31,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import World, dump_arguments
+from tests.support import World, dump_arguments, write_corpus
 
 WORDS_OF_EMBEDDING: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records"}
 
@@ -94,6 +94,21 @@ def test_plain_zarr_reads_the_vectors(world: World) -> None:
     plain = parts["mean"] + (codes[size + 2] * parts["step"]) @ parts["basis"].astype(np.float32)
 
     np.testing.assert_allclose(vectors_of(world, [number])[0], plain, atol=1e-5)
+
+
+def test_one_held_out_text_has_no_similarity(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean")
+    write_corpus(world.corpus, 20)
+    assert world.dump(**WORDS_OF_EMBEDDING).manifest.num_held_out == 1
+    words = ("train", world.root / "cache", "--objective", "embedding", "--arch", "1x32", "--steps", 4)
+    command.fails(*words, "--loss", "similarity", "--eval-steps", 2, code=2, says="one text is held out")
+    code, out, err = command(*words, "--loss", "similarity", "--out", world.root / "run", "--json")
+    assert code == 0, err
+    (student,) = json.loads(out)["students"]
+    assert (student["held_out_before"], student["held_out_after"]) == (None, None)
+    code, out, err = command(*words, "--loss", "cosine", "--out", world.root / "other", "--json")
+    assert code == 0, err
+    assert json.loads(out)["students"][0]["held_out_after"]["cosine"] > 0
 
 
 def test_relations_and_vectors_share_a_cache(world: World) -> None:

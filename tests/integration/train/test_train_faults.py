@@ -56,6 +56,8 @@ def test_a_student_that_diverges_is_stopped_and_harms_nobody(
     assert code == 0, err
     assert "run: 2x16 diverged, and is left out" in err
     record = json.loads((world.root / "run/run.json").read_text())
+    begun = ("--init", world.root / "run", "--arch", "2x16", "--steps", 2, "--out", world.root / "next")
+    command.fails("train", cache, *begun, code=2, says="student 2x16 diverged")
     record["students"] = [spoiled]
     record["identity"]["arch"] = ["2x16"]
     (world.root / "run/run.json").write_text(json.dumps(record))

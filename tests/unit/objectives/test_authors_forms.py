@@ -19,7 +19,7 @@ from minilm_cache.objectives.bert_pkd import Patience, PatientObjective
 from minilm_cache.objectives.distilbert import DistilBertObjective
 from minilm_cache.objectives.mlm_kd import MaskedObjective
 from minilm_cache.objectives.mobilebert import MobileBertObjective
-from minilm_cache.objectives.tinybert import PredictionObjective, TinyBertObjective
+from minilm_cache.objectives.tinybert import PredictionObjective, TinyBertObjective, score_mse
 from minilm_cache.relations.scores import DenseRows, Targets, Vectors, mean_row_entropy
 from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals
 from minilm_cache.storage_schema.identity import RelationKind
@@ -195,6 +195,27 @@ def test_tinybert() -> None:
 
     assert fit_dense.bias is not None
     agree(objective, Reading(own, hidden, None), batch, rep + att, leaves)
+
+
+def test_scores_that_no_window_shows_are_not_compared() -> None:
+    """One change of a key beyond both windows changes nothing; a score within either does."""
+    torch.manual_seed(0)
+    places = torch.arange(8)
+    near = ((places[:, None] - places).abs() <= 1)[None, None]
+    wider = ((places[:, None] - places).abs() <= 2)[None, None]
+    parts = [torch.randn(1, 2, 8, 4) for _ in range(4)]
+    lengths = torch.tensor([8])
+
+    def loss(student_mask: Tensor, teacher_mask: Tensor) -> Tensor:
+        student = Vectors(parts[0], parts[1], parts[1], student_mask, 0.5, is_windowed=True)
+        teacher = Vectors(parts[2], parts[3], parts[3], teacher_mask, 0.5, is_windowed=True)
+        return score_mse(student, teacher, lengths)
+
+    scores = [0.5 * query @ key.mT for query, key in (parts[:2], parts[2:])]
+    squares = (scores[0] - scores[1]).square()
+    for one, other in ((near, near), (near, wider), (wider, near)):
+        expected = (squares * (one | other)).sum() / squares.numel()
+        torch.testing.assert_close(loss(one, other), expected)
 
 
 def test_tinyberts_prediction_is_a_mean_over_classes() -> None:
