@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
@@ -34,6 +34,20 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
             "classes. Save it again."
         )
     return pooler.eval().requires_grad_(requires_grad=False)
+
+
+def refuse_padded_ends(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Raise TeacherError for a decoder whose texts end with the token that batches are padded with.
+
+    It answers at the last token that is no padding, which is another one then than for a text by itself.
+    """
+    end = tokenizer("")["input_ids"][-1:]
+    if end == [tokenizer.pad_token_id]:
+        raise TeacherError(
+            f"the tokenizer in {folder} ends texts with {tokenizer.pad_token}, which it also pads with, and "
+            "this decoder answers at the last token that is no padding. Set pad_token to another token in "
+            "its tokenizer_config.json."
+        )
 
 
 def refuse_several_labels(problem_type: str | None, num_classes: int | None, who: str) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
 from minilm_cache.models.arch import refuse_no_layer
-from minilm_cache.models.classifier import load_pooled_head
+from minilm_cache.models.classifier import load_pooled_head, refuse_padded_ends
 from minilm_cache.models.complete import refuse_longer_texts
 from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, weights_sha256
@@ -108,6 +108,7 @@ class Teacher:
             self._classifier.to(device)
         if head == "sequences" and self._is_causal():
             # Decoders answer at the last token that is not this one; batches have the tokenizer's padding.
+            refuse_padded_ends(self.tokenizer, source.folder)
             model.config.pad_token_id = self.tokenizer.pad_token_id
         self.layers: tuple[int, ...] = self._layer_numbers(layers, tapped.num_layers)
         """Layers whose relations are wanted of it, counted from 0, ascending."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -396,6 +397,27 @@ def test_answers_of_a_decoder_do_not_depend_on_the_batch(tmp_path: Path) -> None
             with torch.no_grad():
                 answer = model(cache[number].input_ids[None]).logits[0]
             torch.testing.assert_close(cache[number].states()[LOGITS][0], answer, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_whose_texts_end_with_padding_is_refused(tmp_path: Path) -> None:
+    """Without a token for padding of its own, what ends a text would be taken for padding."""
+    teacher = save_teacher(tmp_path / "teacher", "llama", head="sequences", num_labels=1, pad_token_id=None)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    settings: dict[str, Any] = {"codec": "none", "logits": True, "packing": "records"}
+    whole = tiny_tokenizer()
+    ends = TemplateProcessing(single="$A [SEP]", pair=None, special_tokens=[("[SEP]", whole.sep_token_id)])
+    whole.backend_tokenizer.post_processor = ends
+    bare = PreTrainedTokenizerFast(tokenizer_object=whole.backend_tokenizer, eos_token="[SEP]")
+    bare.save_pretrained(teacher)
+    with pytest.raises(TeacherError, match=r"ends texts with \[SEP\], which it also pads with"):
+        world.dump(**settings)
+    bare.pad_token = "[PAD]"
+    bare.save_pretrained(teacher)
+    cache = open_cache(world.dump(**settings).path)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(teacher).eval()
+    for sequence in (cache[number] for number in range(3)):
+        expected = model(input_ids=sequence.input_ids[None].long()).logits
+        torch.testing.assert_close(sequence.states()[LOGITS], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_what_reads_no_text_or_only_its_first_token_is_refused(tmp_path: Path, command: Command) -> None:
