@@ -1,5 +1,6 @@
 """`minilm-cache chain`: trains students via teacher assistants, in one command."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -261,13 +262,17 @@ def _show_stages(folder: Path, planned: "Sequence[Stage]", *, json: bool) -> Non
 
 def _show_students(record: "ChainRecord") -> None:
     students = record.students
+    ways = Counter((student.arch, student.way) for student in students)
+    names = [
+        each.arch if ways[each.arch, each.way] == 1 else f"{each.arch}:s{each.seed}" for each in students
+    ]
     if any(student.held_out_loss is not None for student in students):
         print_table(
             f"Held-out loss to {record.teacher}",
             ["student", "way", "parameters", "loss"],
             [
-                [each.arch, each.way, number_text(each.num_parameters, 0), number_text(each.held_out_loss, 4)]
-                for each in students
+                [name, each.way, number_text(each.num_parameters, 0), number_text(each.held_out_loss, 4)]
+                for name, each in zip(names, students, strict=True)
             ],
         )
         return
@@ -277,12 +282,12 @@ def _show_students(record: "ChainRecord") -> None:
         ["student", "way", "parameters", *kinds, "sum"],
         [
             [
-                student.arch,
+                name,
                 student.way,
                 number_text(student.num_parameters, 0),
                 *_figures(student.held_out_kl, len(kinds) + 1),
             ]
-            for student in students
+            for name, student in zip(names, students, strict=True)
         ],
     )
 

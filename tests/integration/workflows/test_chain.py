@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from minilm_cache.cache import open_cache
+from minilm_cache.cli.chain import _show_students
 from minilm_cache.cli.main import run
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
@@ -17,7 +18,7 @@ from minilm_cache.session import Session, ShouldStop
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.record import load_record
-from minilm_cache.workflows.chain import run_chain
+from minilm_cache.workflows.chain import ChainRecord, ChainStudent, run_chain
 from minilm_cache.workflows.chain_plan import stages
 from minilm_cache.workflows.config import ChainConfig
 from tests.conftest import Command
@@ -178,6 +179,17 @@ def test_students_are_compared_with_the_teacher_not_with_the_assistant(world: Wo
     for student in via:
         own = sum(student["held_out_after"].values())
         assert sum(found["via assistants", student["arch"]].values()) != pytest.approx(own, rel=1e-3)
+
+
+def test_seeds_are_named_where_a_shape_has_several(capsys: pytest.CaptureFixture[str]) -> None:
+    students = tuple(
+        ChainStudent(arch=arch, seed=seed, way="direct", num_parameters=1, held_out_kl=None)
+        for arch, seed in (("1x16", 0), ("1x16", 1), ("1x32", 0))
+    )
+    record = ChainRecord(teacher="t", assistants=(), caches=(), runs=(), students=students, gains={})
+    _show_students(record)
+    rows = [word for word in capsys.readouterr().out.split() if word.startswith("1x")]
+    assert rows == ["1x16:s0", "1x16:s1", "1x32"]
 
 
 def test_students_of_vectors_are_compared_with_the_teacher_by_their_own_loss(
