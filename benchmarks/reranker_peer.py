@@ -1,13 +1,14 @@
 """Measure a student of a reranker's scores by this project and by sentence-transformers, on the same batches.
 
     python -m benchmarks.reranker_peer --data DATA --home DIR [--seed 1] [--precision float32]
-        [--part students|speed]
+        [--part students|speed|start]
 
 `DIR` is the home of `python -m benchmarks.rerankers`, which makes what is missing. One `3x384` that knows the
 teacher's relations is trained by `score` from the cache, and by `CrossEncoderTrainer` with `MSELoss` on the
 same pairs in the same order: the same weights to begin with, steps, rate, schedule, optimizer, clipping and
 precision. Each call adds the students of one seed, which sets the order of the pairs. `speed` times a step of
-both, and compares the cache with the data set that is exported from it.
+both, and compares the cache with the data set that is exported from it. `start` compares the weights of both
+after 20 steps in float32, which tells whether they take the same steps.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.cross_encoder import (
     CrossEncoder,
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--part", choices=("students", "speed"))
+    parser.add_argument("--part", choices=("students", "speed", "start"))
     given = parser.parse_args()
     home, session = given.home, Session(given.home)
     trained(BY_SCORE, given.data, home, session=session)  # makes what is missing
@@ -87,6 +89,10 @@ def main() -> None:
             export_scores(home / "cache", home / "dataset", session=session)
         measured["bytes"] = dict(
             zip(_NAMES, map(_num_bytes, (home / "cache", home / "dataset")), strict=True)
+        )
+    if given.part in {None, "start"}:
+        measured["apart_after_20_steps"] = _apart(
+            _begin(home, given.seed, "float32", session=session), home, session=session
         )
     add_to_result("rerankers", peer=measured, cpu=cpu())
 
@@ -120,6 +126,21 @@ def _students(training: _Training, home: Path, name: str, *, session: Session) -
         name: {"held_out_error": round(_error(folder, pairs), 3), "ndcg_at_10": round(row.ndcg_at_10.mean, 2)}
         for name, folder, row in zip(_NAMES, (ours, theirs), scores, strict=True)
     }
+
+
+def _apart(training: _Training, home: Path, *, session: Session) -> float:
+    """Return how far apart the students of both are after 20 steps, as a share of how far they have moved."""
+    short, out = {**training.recipe, "steps": 20}, home / "start"
+    run = train_students(validated(TrainConfig, short), home / "cache", out=out, session=session)
+    _train_peer(training._replace(recipe=short), home / "start-peer")
+    begun, ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (training.begun, run.student_path(ARCH), home / "start-peer")
+    )
+    apart, moved = (
+        torch.cat([(ours[name] - other[name]).flatten() for name in ours]).norm() for other in (theirs, begun)
+    )
+    return round(float(apart / moved), 5)
 
 
 def _error(folder: Path, pairs: Sequence[_Pair]) -> float:

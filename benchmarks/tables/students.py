@@ -360,7 +360,7 @@ def reranker_peer() -> str:
         ]
         for name, seconds in peer["seconds_a_step"].items()
     ]
-    columns = ["trained by", "held-out error of scores, each seed", "nDCG@10, each seed"]
+    columns = ["trained by", "held-out error of scores, each run", "nDCG@10, each run"]
     columns += ["seconds a step, one core", "MB of scores and texts"]
     return table_of(columns, rows)
 
