@@ -261,9 +261,9 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     heads = teacher.num_attention_heads
     teachers = [teacher] if config.compare_direct else []
     for arch in config.assistants:
-        teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True)
+        teacher = check_student(config.train, arch, teacher, heads=heads, is_assistant=True, here=here)
     for last, arch in product([*teachers, teacher], config.train.arch):
-        check_student(config.train, arch, last, heads=heads)
+        check_student(config.train, arch, last, heads=heads, here=here)
     split = split_into(config.train.objective, config.train.relation_heads, heads)
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(checked, folder)

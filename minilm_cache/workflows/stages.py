@@ -83,7 +83,13 @@ def refuse_foreign(folder: Path, what: str, *, own: Collection[str] = ()) -> Non
 
 
 def check_student(
-    config: TrainConfig, arch: str, teacher: PreTrainedConfig, *, heads: int, is_assistant: bool = False
+    config: TrainConfig,
+    arch: str,
+    teacher: PreTrainedConfig,
+    *,
+    heads: int,
+    is_assistant: bool = False,
+    here: bool = True,
 ) -> PreTrainedConfig:
     """Return the configuration of a student, before anything is dumped.
 
@@ -93,6 +99,7 @@ def check_student(
         teacher: configuration of its teacher.
         heads: heads of the teacher's relations.
         is_assistant: whether it is a teacher, too.
+        here: whether this machine trains it, so that it must have the model that it is cut from.
 
     Raises:
         InvalidConfigError: the shape does not fit the teacher's family, cannot begin as it should, or is that
@@ -101,7 +108,7 @@ def check_student(
     """
     split = split_into(config.objective, config.relation_heads, heads)
     compares_heads = is_assistant or config.spec.compares_heads
-    source = source_config(config.init_teacher, teacher)
+    source = source_config(config.init_teacher if here else None, teacher)
     own_heads = heads if compares_heads else source.num_attention_heads
     shape = parse_arch(arch, own_heads, split_into=split, compares_heads=compares_heads)
     if shape.num_heads != heads and is_assistant:
@@ -110,7 +117,8 @@ def check_student(
             f"students can be trained with and without it. Leave out :h{shape.num_heads}."
         )
     student = shape_config(shape, source.to_dict(), source.model_type)
-    check_beginning(config, shape, teacher)
+    if here or config.init_teacher is None:
+        check_beginning(config, shape, teacher)
     sizes = [StudentFacts.of(each, each.num_hidden_layers) for each in (student, teacher)]
     for each in with_first(config):
         check_shape(each, *sizes)

@@ -29,6 +29,7 @@ from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig, check_codec
 from minilm_cache.objectives.labelled import own_labels
 from minilm_cache.objectives.several import check_also
@@ -442,7 +443,7 @@ def check_study(study: Study, folder: Path, session: Session, *, here: bool = Tr
     if here:
         _check_scores(study, folder, session)
     for assistant in study.assistants:
-        _check_assistant(study, assistant)
+        _check_assistant(study, assistant, here=here)
     for name, cache in study.caches.items():
         _check_cache(study, name, cache, home=home, here=here)
 
@@ -467,10 +468,12 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
             with study.located(("train",)):
                 dumped = cache if isinstance(cache, DumpConfig) else None
                 check_training(planned.config, dumped, depth=config.num_hidden_layers, here=here)
-            _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
+            _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads, here=here)
             check_also(planned.config.also, home=home)
             if opened is not None and here:
                 _check_with_cache(study, planned.config, opened, home=home)
+            elif opened is not None:
+                choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
 
 
 def _check_with_cache(study: Study, training: TrainConfig, cache: Cache, *, home: Path) -> None:
@@ -514,7 +517,7 @@ def _check_head(study: Study, cache: DumpConfig, folder: Path) -> None:
         study.source.fail(("dump",), str(error))
 
 
-def _check_assistant(study: Study, assistant: Assistant) -> None:
+def _check_assistant(study: Study, assistant: Assistant, *, here: bool) -> None:
     """Raise InvalidConfigError for an assistant that cannot learn, or whose students could not."""
     cache = study.caches[assistant.teacher]
     assert isinstance(cache, DumpConfig)
@@ -522,17 +525,17 @@ def _check_assistant(study: Study, assistant: Assistant) -> None:
     config, teacher = assistant.training.config, read_config(source.folder)
     heads = teacher.num_attention_heads
     try:
-        student = check_student(config, config.arch[0], teacher, heads=heads, is_assistant=True)
+        student = check_student(config, config.arch[0], teacher, heads=heads, is_assistant=True, here=here)
         for planned in study.passes:
             if planned.cache == assistant.name:
                 for arch in planned.config.arch:
-                    check_student(planned.config, arch, student, heads=heads)
+                    check_student(planned.config, arch, student, heads=heads, here=here)
     except InvalidConfigError as error:
         study.source.fail(("assistants",), str(error))
 
 
 def _check_pass(
-    study: Study, training: TrainConfig, *, teacher: PreTrainedConfig, codec: str, heads: int
+    study: Study, training: TrainConfig, *, teacher: PreTrainedConfig, codec: str, heads: int, here: bool
 ) -> None:
     try:
         for each in training.each:
@@ -542,7 +545,7 @@ def _check_pass(
         study.source.fail(("train",), str(error))
     for arch in training.arch:
         try:
-            check_student(training, arch, teacher, heads=heads)
+            check_student(training, arch, teacher, heads=heads, here=here)
         except InvalidConfigError as error:
             study.refuse_arch(arch, str(error))
 

@@ -25,7 +25,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.chain_plan import chain_folder
 from minilm_cache.workflows.config import ChainConfig
-from minilm_cache.workflows.study import compared, run_study
+from minilm_cache.workflows.study import check_study, compared, run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_chain import after
@@ -545,6 +545,9 @@ def test_shapes_of_a_donor_are_checked_by_the_donor(world: World, command: Comma
         train = f"\n  steps: 2\n  batch_size: 4\n  init: slice\n  init_teacher: {donor}\n  device: cpu"
         path = document(world, train=train, arch=f" [{arch}]", objective=" [hidden-mse]")
         command.fails("study", path, "--dry-run", code=2, says="more layers than the teacher's")
+    away = train.replace(str(deep), str(world.root / "of-the-workers"))
+    path = document(world, train=away, arch=" [4x32]", caches=" {a: {k: 6}}", seed=" [0]")
+    check_study(read_study(path), world.root / "study", session=Session(world.home), here=False)
     path = document(world, train=train, arch=" [4x32]", caches=" {a: {k: 6}}", seed=" [0]")
     code, _, err = command("study", path, "--out", world.root / "study")
     assert code == 0, err
