@@ -22,7 +22,7 @@ ROUNDING = 0.33
 """A component of n + 1 - ROUNDING steps or more has code n + 1; rounding to the nearest would be 0.5."""
 MAX_CODE = 2**15 - 1
 LOST = -MAX_CODE - 1
-"""Stands for what is no number."""
+"""Code of every component of a row with NaN or infinity. No cache holds it."""
 GAIN_ROWS = 2**13
 """Rows that decide which components are stored, and how much the basis corrects them."""
 

@@ -14,7 +14,7 @@ from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.transform import Bound, TransformCode, fit_state
 from minilm_cache.codecs.vectors import INTERRUPTED, calibrate, split_sample
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.dump.reading import SequenceReader, refuse_not_finite
+from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tokenizer import some_token
@@ -238,9 +238,7 @@ class CodecFitter:
         """Return a layer's signals of some sequences, batch by batch."""
         signals = []
         for inputs, batch in self._batches(numbers):
-            read = self.reader.teacher.relations(inputs, (layer,))
-            refuse_not_finite(inputs, batch, relations=read)
-            signals += read
+            signals += self.reader.read(inputs, numbers=batch, layers=(layer,), wanted=(), waits=True)[0]
             self.session.progress.advance(len(batch))
         return signals
 
@@ -301,8 +299,7 @@ class CodecFitter:
         """Return states of some sequences, `(tokens, hidden)` for each name; one row each of pooled ones."""
         rows: dict[SignalName, list[Tensor]] = {name: [] for name in names}
         for inputs, batch in self._batches(numbers):
-            _, signals = self.reader.read(inputs, numbers=batch, layers=(), wanted=names)
-            refuse_not_finite(inputs, batch, values=signals.values)
+            _, signals = self.reader.read(inputs, numbers=batch, layers=(), wanted=names, waits=True)
             valid = inputs.valid.to(self.reader.teacher.device)
             for name in names:
                 values = signals[name]

@@ -220,14 +220,14 @@ class _VectorReader(SequenceReader):
     signal: SignalName
     sequences: SequenceTable
 
-    def read(
+    def _unchecked(
         self,
         inputs: Inputs,
         *,
         numbers: Sequence[int],
         layers: Sequence[int],
         wanted: Sequence[SignalName],
-        reading: int = 0,
+        reading: int,
     ) -> tuple[list[LayerRelations], Signals]:
         """Return what is given of sequences; arguments as for a teacher that runs."""
         del inputs, layers, wanted

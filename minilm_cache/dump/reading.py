@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -62,12 +61,12 @@ def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:
     return max(1, min(batch_size, _MOST_PROBABILITIES // per_sequence))
 
 
-def refuse_not_finite(
+def _refuse_not_finite(
     inputs: Inputs,
     numbers: Sequence[int],
     *,
-    relations: Sequence[LayerRelations] = (),
-    values: Mapping[SignalName, Tensor] = MappingProxyType({}),
+    relations: Sequence[LayerRelations],
+    values: Mapping[SignalName, Tensor],
 ) -> None:
     """Raise TeacherError where a teacher gives NaN or infinity for a sequence, padding left out.
 
@@ -125,6 +124,7 @@ class SequenceReader:
         layers: Sequence[int],
         wanted: Sequence[SignalName],
         reading: int = 0,
+        waits: bool = False,
     ) -> tuple[list[LayerRelations], Signals]:
         """Return the teacher's output for a padded batch: one forward pass, and one more for masked tokens.
 
@@ -134,13 +134,32 @@ class SequenceReader:
             layers: layers whose relations are returned.
             wanted: signals to return.
             reading: number of the masked reading.
+            waits: whether any device is waited for, to look at what the teacher gives. False looks on a CPU
+                alone; elsewhere, segments look at what arrives.
 
         Returns:
             Relations of `layers`, in their order, and the signals.
 
         Raises:
-            TeacherError: a number is NaN or infinite, on a CPU.
+            TeacherError: a number that was looked at is NaN or infinite.
         """
+        relations, signals = self._unchecked(
+            inputs, numbers=numbers, layers=layers, wanted=wanted, reading=reading
+        )
+        if waits or self.teacher.device == CPU:
+            _refuse_not_finite(inputs, numbers, relations=relations, values=signals.values)
+        return relations, signals
+
+    def _unchecked(
+        self,
+        inputs: Inputs,
+        *,
+        numbers: Sequence[int],
+        layers: Sequence[int],
+        wanted: Sequence[SignalName],
+        reading: int,
+    ) -> tuple[list[LayerRelations], Signals]:
+        """Return what `read` returns, whatever numbers there are."""
         of_masked = masked_part(wanted)
         plain = [name for name in wanted if name not in of_masked]
         values, relations, masked = dict[SignalName, Tensor](), list[LayerRelations](), None
@@ -150,8 +169,6 @@ class SequenceReader:
         if of_masked:
             masked, masked_values = self._read_masked(inputs, numbers, names=of_masked, reading=reading)
             values = {**values, **masked_values}
-        if self.teacher.device == CPU:  # another device would wait: segments look at what arrives
-            refuse_not_finite(inputs, numbers, relations=relations, values=values)
         return relations, Signals(
             values=values, masked=masked if LABELS in of_masked else None, reading=reading
         )

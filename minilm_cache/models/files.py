@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line, is_panic
@@ -320,6 +320,14 @@ class StoredFile(BaseModel):
         """Return size and hash of an open file."""
         file.seek(0)
         return cls(size=os.fstat(file.fileno()).st_size, xxh3_128=xxh3_file(file))
+
+
+def distinct_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return weights and buffers by name, as a file has them; one that has several names is returned once."""
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        weights.setdefault(id(value), (name, value))
+    return dict(weights.values())
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> StoredFile:

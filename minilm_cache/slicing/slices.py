@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from filelock import FileLock
@@ -81,37 +81,50 @@ class SlicePlan:
         return f"{layers}, cut to this shape, of {self.weights.in_words}"
 
 
+class _Read(NamedTuple):
+    """A teacher that has read the text that slices are fitted to."""
+
+    teacher: PreTrainedModel
+    lacking: frozenset[str]
+    """Names of the teacher's weights that are random."""
+    text: Calibration
+    run: EncoderRun
+    """What it gives at all layers."""
+
+    @classmethod
+    def of(cls, plan: SlicePlan, pad_token: int) -> "_Read":
+        teacher, lacking = plan.weights.load(plan.head)
+        packing = plan.cache.manifest.identity.packing
+        sequences, pair = of_cache(plan.cache, plan.num_tokens), packing.pair
+        if plan.tokens is not None:
+            sequences = [plan.tokens.row(ids, packing.max_length) for ids in sequences]
+            pair = plan.tokens.pair
+        text = Calibration.of(sequences, pad_token, pair)
+        return cls(
+            teacher, lacking, text, run_encoder(teacher, text, range(teacher.config.num_hidden_layers))
+        )
+
+
 @dataclass(slots=True)
 class SliceSource:
-    """What the slices of one run are cut from: a teacher, and what it gives on the text they are fitted to.
+    """What the slices of one run are cut from, which all have the same teacher and text.
 
     The first slice that is made loads the teacher and lets it read the text, which takes half the time of a
-    slice; the others of the run use both.
+    slice; the others use what it gave.
     """
 
-    teacher: PreTrainedModel | None = None
-    lacking: frozenset[str] = frozenset()
-    """Names of the teacher's weights that are random."""
-    text: Calibration | None = None
-    run: EncoderRun | None = None
+    read: _Read | None = None
 
-    def read(self, plan: SlicePlan, pad_token: int) -> tuple[PreTrainedModel, Calibration, EncoderRun]:
-        """Return the teacher of a run's slices, their text, and what the teacher gives on it at all layers.
+    def of(self, plan: SlicePlan, pad_token: int) -> _Read:
+        """Return the teacher and what it gave, for a slice of the run.
 
         Raises:
             InvalidConfigError: the cache holds too few tokens to fit the slice to.
             TeacherError: the teacher cannot be loaded.
         """
-        if self.teacher is None or self.text is None or self.run is None:
-            self.teacher, self.lacking = plan.weights.load(plan.head)
-            packing = plan.cache.manifest.identity.packing
-            sequences, pair = of_cache(plan.cache, plan.num_tokens), packing.pair
-            if plan.tokens is not None:
-                sequences = [plan.tokens.row(ids, packing.max_length) for ids in sequences]
-                pair = plan.tokens.pair
-            self.text = Calibration.of(sequences, pad_token, pair)
-            self.run = run_encoder(self.teacher, self.text, range(self.teacher.config.num_hidden_layers))
-        return self.teacher, self.text, self.run
+        if self.read is None:
+            self.read = _Read.of(plan, pad_token)
+        return self.read
 
 
 def has_slice(plan: SlicePlan, home: Path) -> bool:
@@ -184,16 +197,16 @@ def _make(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Cut a slice, and return the weights that come from the teacher, and the errors of its states."""
     with enough_memory(CPU, "Use --init random"):
-        teacher, text, run = source.read(plan, config.pad_token_id or 0)
+        read = source.of(plan, config.pad_token_id or 0)
         return cut_weights(
-            teacher,
+            read.teacher,
             build_student(config, _SEED, plan.head).eval(),
-            lacking=source.lacking,
+            lacking=read.lacking,
             layers=plan.layers,
-            text=text,
+            text=read.text,
             head=plan.head,
             recipe=plan.recipe,
-            run=run,
+            run=read.run,
         )
 
 

@@ -34,9 +34,16 @@ def source_config(init_teacher: str | None, teacher: PreTrainedConfig) -> PreTra
     Raises:
         TeacherError: the donor does not exist.
     """
-    if init_teacher is None:
-        return teacher
-    return read_config(locate_teacher(init_teacher, without_weights=True).folder)
+    return teacher if init_teacher is None else donor_config(init_teacher)
+
+
+def donor_config(donor: str) -> PreTrainedConfig:
+    """Return the configuration of a model that students are cut from, which need not have its weights here.
+
+    Raises:
+        TeacherError: it does not exist.
+    """
+    return read_config(locate_teacher(donor, without_weights=True).folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

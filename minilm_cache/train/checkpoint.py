@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError, first_line
-from minilm_cache.models.files import TENSOR_ERRORS, StoredFile, load_tensors, save_tensors
+from minilm_cache.models.files import TENSOR_ERRORS, StoredFile, distinct_weights, load_tensors, save_tensors
 from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.base import Sha256
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -254,10 +254,8 @@ def _file_name(trainer: StudentTrainer) -> str:
 
 def _weights(trainer: StudentTrainer) -> dict[str, Tensor]:
     """Return weights by name; a weight that has several names is returned once."""
-    weights: dict[int, tuple[str, Tensor]] = {}
-    for name, value in trainer.learner.state_dict(keep_vars=True).items():
-        weights.setdefault(id(value), (name, value.detach().contiguous()))
-    return dict(weights.values())
+    weights = distinct_weights(trainer.learner)
+    return {name: value.detach().contiguous() for name, value in weights.items()}
 
 
 def _tensors(trainer: StudentTrainer) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Settings of a training, apart from its cache and the folder of its run, and recipes by name."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -258,13 +258,22 @@ def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         InvalidConfigError: there is no recipe of this name.
     """
     given = {option: value for option, value in given.items() if value is not None}
-    settings = {} if name is None else dict(_preset(name).settings)
-    if "epochs" in given:
-        settings.pop("steps", None)
+    settings = without_replaced({} if name is None else _preset(name).settings, given)
     spec = named_spec(given.get("objective", settings.get("objective", "minilm")))
     if spec is None or "relation_heads" not in spec.options:
         settings.pop("relation_heads", None)
     return settings | given
+
+
+def without_replaced(settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return settings without the length of a training that another setting of its length replaces.
+
+    Args:
+        settings: settings of `TrainConfig`, by name.
+        given: names of the settings that override them.
+    """
+    replaced = {other for one, other in (("steps", "epochs"), ("epochs", "steps")) if one in given}
+    return {name: value for name, value in settings.items() if name not in replaced}
 
 
 def describe_preset(name: str, config: TrainConfig) -> str:

@@ -14,7 +14,6 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape, layers_for
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import keep_layers, load_weights, read_config, refuse_segments, take_settings
-from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import check_family_positions, reads_past_alone, shape_config, teacher_config
 from minilm_cache.models.student_tokens import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.models.tap import Head
@@ -23,7 +22,7 @@ from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.parts import check_cut, check_sizes
 from minilm_cache.slicing.slices import SlicePlan, SliceSource, has_slice, load_slice
-from minilm_cache.slicing.source import TeacherWeights, source_config, teacher_weights
+from minilm_cache.slicing.source import TeacherWeights, donor_config, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.card import cached_tokenizer
@@ -400,29 +399,30 @@ def _refuse_causal_donor(config: TrainConfig, cache: Cache, donor: TeacherWeight
     )
 
 
-def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTrainedConfig) -> None:
-    """Check a shape against `--init` by what the teacher's configuration says, before anything is dumped.
+def check_beginning(
+    config: TrainConfig, shape: StudentShape, *, teacher: PreTrainedConfig, source: PreTrainedConfig
+) -> None:
+    """Check a shape against `--init`, before anything is dumped; `source` is what the student is cut from.
 
     Raises:
         InvalidConfigError: students of this shape cannot begin so.
     """
     if config.first is not None and config.init_teacher is not None:
         _refuse_other_than_teacher(config.init_teacher, shape, teacher)
-    teacher = source_config(config.init_teacher, teacher)
     if folder_of(config.init) is not None:
-        _refuse_folder_of_other_sizes(str(config.init), shape, teacher)
+        _refuse_folder_of_other_sizes(str(config.init), shape, source)
     elif config.init == SLICE or (config.init is None and config.names_beginning):
-        check_cut(shape, teacher, config.init_layers)
+        check_cut(shape, source, config.init_layers)
     elif config.init == EMBEDDINGS:
-        check_sizes(shape, teacher)
+        check_sizes(shape, source)
     elif config.init == TEACHER_LAYERS:
-        layers_for(shape, teacher.num_hidden_layers, config.init_layers)
-        _refuse_other_heads(teacher)
+        layers_for(shape, source.num_hidden_layers, config.init_layers)
+        _refuse_other_heads(source)
         own = (shape.hidden_size, shape.num_heads)
-        if own != (teacher.hidden_size, teacher.num_attention_heads):
+        if own != (source.hidden_size, source.num_attention_heads):
             raise InvalidConfigError(
-                f"--init {TEACHER_LAYERS}: the teacher's layers have width {teacher.hidden_size} and "
-                f"{teacher.num_attention_heads} heads, --arch {shape.arch} has {own[0]} and {own[1]}. "
+                f"--init {TEACHER_LAYERS}: the teacher's layers have width {source.hidden_size} and "
+                f"{source.num_attention_heads} heads, --arch {shape.arch} has {own[0]} and {own[1]}. "
                 f"Use --init {SLICE}."
             )
 
@@ -443,8 +443,9 @@ def _refuse_folder_of_other_sizes(init: str, shape: StudentShape, teacher: PreTr
 
 def _refuse_other_than_teacher(donor: str, shape: StudentShape, teacher: PreTrainedConfig) -> None:
     """Raise InvalidConfigError where a donor's students compute otherwise than those of the teacher do."""
-    content = read_config(locate_teacher(donor, without_weights=True).folder)
-    own, theirs = (shape_config(shape, each.to_dict(), each.model_type) for each in (content, teacher))
+    own, theirs = (
+        shape_config(shape, each.to_dict(), each.model_type) for each in (donor_config(donor), teacher)
+    )
     setting = "model_type" if own.model_type != theirs.model_type else first_setting_that_differs(own, theirs)
     if setting is not None:
         raise InvalidConfigError(f"{_NO_DONOR}, and in {donor} {setting} is another one. {_NO_FIRST}")

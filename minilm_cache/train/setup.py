@@ -12,8 +12,6 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import free_bytes
-from minilm_cache.models.load import read_config
-from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import (
     build_student,
     class_names,
@@ -27,6 +25,7 @@ from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.models.vocabulary import trim_model, trimmed_config
 from minilm_cache.objectives.check import Objective
 from minilm_cache.slicing.slices import SliceSource
+from minilm_cache.slicing.source import donor_config
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
@@ -109,7 +108,7 @@ def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentSha
     """
     heads = objective.request.cache.manifest.identity.relation_heads
     if config.init_teacher is not None and not config.spec.compares_heads:
-        heads = read_config(locate_teacher(config.init_teacher).folder).num_attention_heads  # a donor's
+        heads = donor_config(config.init_teacher).num_attention_heads
     return [
         parse_arch(
             arch, heads, split_into=objective.wanted.relation_heads, compares_heads=config.spec.compares_heads

@@ -31,6 +31,7 @@ from minilm_cache.train.config import (
     check_parts,
     first_config,
     with_preset,
+    without_replaced,
 )
 from minilm_cache.train.folder import TEACHER_CACHE, RunFolder, arch_slug
 from minilm_cache.train.ranks import refuse_ranks
@@ -137,10 +138,7 @@ def read_chain(
     for key in NOT_OF_A_CHAIN & document.dump.keys():
         assert source is not None
         source.fail(("dump", key), "a chain sets this itself; leave it out")
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):  # an option replaces either
-        if one in train:
-            stated.pop(other, None)
-    recipe = with_preset(named, {**stated, **train})
+    recipe = with_preset(named, {**without_replaced(stated, train), **train})
     stated = {name: value for name, value in recipe.items() if name not in train}
     training = _settings(source, TrainConfig, "train", stated=stated, given=train)
     served = {"for": (training.objective, training.first or training.objective)}

@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -19,13 +20,14 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.exported import FILES, IDS, MASK, SEGMENTS
+from minilm_cache.models.files import distinct_weights
 from minilm_cache.models.load import check_positions
 from minilm_cache.models.pooling import projection_to
 from minilm_cache.models.student import build_model, num_weights, seconds_in_turns, teacher_config
 from minilm_cache.models.student_tokens import Vocabulary
 from minilm_cache.models.tap import Head
 from minilm_cache.models.vocabulary import trimmed_config
-from minilm_cache.objectives.check import Objective, choose_objective
+from minilm_cache.objectives.check import choose_objective
 from minilm_cache.report.front import candidate_name
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
@@ -148,7 +150,8 @@ class SearchSpace:
         shapes = {}
         vocabularies = _vocabularies(config, probe, cache)
         for vocab, chosen in vocabularies.items():
-            _refuse_other_texts(cache, objective, chosen)
+            with _about_vocabularies():
+                refuse_other_texts(cache, objective, chosen)
             for arch, size in sizes.items():
                 described = config_of(size, cache, objective=objective, initial=begun.of[arch])
                 kept = described if chosen is None else trimmed_config(described, chosen.kept)
@@ -206,7 +209,7 @@ class SearchSpace:
             model = build_model(shape.config, "sdpa", self.head)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         num_bytes = 0
-        for name, weight in sorted(_saved(model).items()):  # as such files have them
+        for name, weight in sorted(distinct_weights(model).items()):  # as such files have them
             end = num_bytes + _FLOAT32_BYTES * weight.numel()
             header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [num_bytes, end]}
             num_bytes = end
@@ -293,11 +296,13 @@ def _archs(config: SearchConfig, source: PreTrainedConfig, *, heads: int) -> dic
     return archs
 
 
-def _refuse_other_texts(cache: Cache, objective: Objective, tokens: Vocabulary | None) -> None:
+@contextmanager
+def _about_vocabularies() -> Iterator[None]:
+    """Name the option of a search in errors of one of its vocabularies."""
     try:
-        refuse_other_texts(cache, objective, tokens)
+        yield
     except InvalidConfigError as error:
-        raise InvalidConfigError(str(error).replace("--vocab:", "--vocabularies:")) from error
+        raise InvalidConfigError(str(error).replace("--vocab", "--vocabularies")) from error
 
 
 def _vocabularies(
@@ -313,23 +318,13 @@ def _vocabularies(
     found: dict[str | None, Vocabulary | None] = {}
     known: set[tuple[int, ...] | None] = set()
     for vocab in sorted(vocabularies_of(config), key=lambda name: name is not None):
-        try:
+        with _about_vocabularies():
             chosen = student_vocabulary(probe.model_copy(update={"vocab": vocab}), cache)
-        except InvalidConfigError as error:
-            raise InvalidConfigError(str(error).replace("--vocab", "--vocabularies")) from error
         kept = None if chosen is None or len(chosen.kept) == chosen.pieces.size else chosen.kept
         if kept not in known:
             known.add(kept)
             found[vocab] = chosen
     return found
-
-
-def _saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of a model's file by name; those that share memory with another one are left out."""
-    saved: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        saved.setdefault(id(weight), (name, weight))
-    return dict(saved.values())
 
 
 def _run(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> object:

@@ -109,7 +109,8 @@ def check_student(
     split = split_into(config.objective, config.relation_heads, heads)
     compares_heads = is_assistant or config.spec.compares_heads
     source = source_config(config.init_teacher if here else None, teacher)
-    own_heads = heads if compares_heads else source.num_attention_heads
+    has_donors_heads = source is not teacher and not compares_heads
+    own_heads = source.num_attention_heads if has_donors_heads else heads
     shape = parse_arch(arch, own_heads, split_into=split, compares_heads=compares_heads)
     if shape.num_heads != heads and is_assistant:
         raise InvalidConfigError(
@@ -118,7 +119,7 @@ def check_student(
         )
     student = shape_config(shape, source.to_dict(), source.model_type)
     if here or config.init_teacher is None:
-        check_beginning(config, shape, teacher)
+        check_beginning(config, shape, teacher=teacher, source=source)
     sizes = [StudentFacts.of(each, each.num_hidden_layers) for each in (student, teacher)]
     for each in with_first(config):
         check_shape(each, *sizes)

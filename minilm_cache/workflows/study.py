@@ -470,17 +470,12 @@ def _check_cache(study: Study, name: str, cache: DumpConfig | str, *, home: Path
                 check_training(planned.config, dumped, depth=config.num_hidden_layers, here=here)
             _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads, here=here)
             check_also(planned.config.also, home=home)
-            if opened is not None and here:
-                _check_with_cache(study, planned.config, opened, home=home)
-            elif opened is not None:
+            if opened is not None and not here:
                 choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
-
-
-def _check_with_cache(study: Study, training: TrainConfig, cache: Cache, *, home: Path) -> None:
-    try:
-        check_with_cache([training], cache, home=home)
-    except InvalidConfigError as error:
-        study.source.fail(("train",), str(error))
+    if opened is not None and here:
+        passes = (each.config.with_changes(seed=0) for each in study.passes if each.cache == name)
+        with study.located(("train",)):  # seeds do not matter, and weights are read for each training
+            check_with_cache(dict.fromkeys(passes), opened, home=home)
 
 
 def _check_scores(study: Study, folder: Path, session: Session) -> None:

@@ -71,9 +71,7 @@ def test_a_corpus_that_is_not_given_is_python_docs_and_said_aloud(
     assert "no --corpus given: using python-docs" in err
 
 
-def test_the_pretrained_encoder_goes_the_whole_way(command: Command, world: World, soak: int) -> None:
-    if soak == 1:
-        pytest.skip("the notebook goes this way, and the codecs' own test measures it; tried with --soak")
+def test_the_pretrained_encoder_goes_the_whole_way(command: Command, world: World) -> None:
     code, out, err = command(
         *("dump", "--teacher", "mini", "--corpus", CHANGELOG, "--max-tokens", 4096),
         *("--out", world.root / "mini.cache", "--json"),

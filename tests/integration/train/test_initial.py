@@ -266,7 +266,7 @@ def test_a_run_that_began_as_a_slice_goes_on_without_the_teacher(world: World, c
 def test_layers_keep_their_kinds_where_a_run_goes_on_without_the_teacher(
     tmp_path: Path, step: int | None
 ) -> None:
-    """Of a family whose layers differ: layers 0, 1 and 3 of 4 are not of the kinds of the last three."""
+    """ModernBERT's layers differ: layers 0, 1 and 3 of 4 attend to other columns than the last three do."""
     teacher = save_teacher(tmp_path / "teacher", "modernbert", num_hidden_layers=4)
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
     cache = world.dump().path

@@ -25,7 +25,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.chain_plan import chain_folder
 from minilm_cache.workflows.config import ChainConfig
-from minilm_cache.workflows.study import check_study, compared, run_study
+from minilm_cache.workflows.study import compared, run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.workflows.test_chain import after
@@ -334,33 +334,6 @@ def test_a_study_is_the_papers_table(world: World, command: Command) -> None:
     assert scored == first
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"assistants": " [2x33]"}, "assistants"),
-        ({"assistants": " [2x32:h2]"}, "the objective compares head with head. Leave out :h2"),
-        (
-            {"assistants": " [2x32]", "objective": " [mlm-kd]", "caches": "\n  one: {for: [mlm-kd]}"},
-            "an assistant needs",
-        ),
-        ({"assistants": " [2x32, 2x32]"}, "2x32 is given twice"),
-        ({"assistants": " ['2x32:s1']"}, "give seeds under seed"),
-        ({"assistants": " [2x32]", "caches": "\n  one-via-two: {codec: vectors}"}, "choose another name"),
-        ({"evaluate": " {task: 3}"}, "name tasks, as {task: [sst2]"),
-        ({"evaluate": " {task: sst2, data: nosuch}"}, "nosuch does not exist"),
-        ({"evaluate": " {task: sst2, data: ., as_is: true}"}, "leave it out"),
-        ({"evaluate": " {task: nosuch}"}, "there is no task nosuch"),
-        ({"evaluate": " {task: sst2}"}, "--data is missing"),
-        ({"evaluate": " {task: sst2, data: ., nosuch: 1}"}, "nosuch"),
-    ],
-)
-def test_mistakes_of_assistants_and_scores_are_named(
-    world: World, command: Command, changes: dict[str, str], says: str
-) -> None:
-    line = command.fails("study", document(world, **changes), "--dry-run", code=2, says=says)
-    assert "shapes.yaml, line" in line
-
-
 def test_a_pass_whose_students_diverge_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
@@ -466,40 +439,6 @@ def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"agreement_steps": " 3"}, "agreement_steps: cache sampled will hold no labels"),
-        (
-            {"agreement_steps": " 3", "dump": " {max_tokens: 999}", "caches": "\n  one: {cache: nowhere}"},
-            "students are compared with a teacher",
-        ),
-        (
-            {
-                "agreement_steps": " 3",
-                "caches": "\n  one: {for: [minilm], labels: true}",
-                "train": " {steps: 6, vocab: '9'}",
-            },
-            "agreement_steps: masked tokens are pieces of the teacher's",
-        ),
-        ({"objective": " [mlm-kd]", "caches": "\n  one: {for: [minilm]}"}, "objective mlm-kd needs labels"),
-        (
-            {"objective": " [hidden-mse]", "caches": "\n  one: {for: [minilm]}"},
-            "add hidden-mse to `for`, or leave `for` out",
-        ),
-        ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
-        ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
-        ({"caches": "\n  one: {for: 3}"}, "--for 3: give objectives"),
-        ({"objective": " [{objective: minilm, arch: ['1x16:s1']}]"}, "give seeds under seed"),
-        ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "is not divisible by 4 heads"),
-    ],
-)
-def test_states_that_a_study_lacks_are_named(
-    world: World, command: Command, changes: dict[str, str], says: str
-) -> None:
-    command.fails("study", document(world, **changes), code=2, says=says)
-
-
-@pytest.mark.parametrize(
     ("objective", "name"),
     [
         ("{objective: minilm, value_relation: 0}", "minilm-novr"),
@@ -516,51 +455,6 @@ def test_passes_are_named_by_what_an_objective_sets(world: World, objective: str
     study = read_study(document(world, caches=fitting, objective=f" [{objective}]"))
 
     assert {one.name.rsplit("-s", 1)[0] for one in study.passes} == {f"a-{name}"}
-
-
-@pytest.mark.parametrize(
-    ("train", "says"),
-    [
-        ("batch_size: 4096", "sequences"),
-        ("batches: by-query", "is for pairs of texts"),
-        ("streams: 999", "--streams 999"),
-        ("vocab: '3'", "stay in any case"),
-        ("vocab: nowhere.txt", "there is no such file"),
-    ],
-)
-def test_what_a_cache_cannot_serve_is_refused_by_a_dry_run(
-    world: World, shared_world: World, command: Command, train: str, says: str
-) -> None:
-    path = document(world, dump="", caches=f"\n  c: {{cache: {shared_world.root / 'cache'}}}")
-    path.write_text(path.read_text().replace("dump:\n", "").replace("  batch_size: 4\n", f"  {train}\n"))
-    for more in (("--dry-run",), ()):
-        command.fails("study", path, "--out", world.root / "study", *more, code=2, says=says)
-    assert not (world.root / "study").exists()
-
-
-def test_shapes_of_a_donor_are_checked_by_the_donor(world: World, command: Command) -> None:
-    deep = save_teacher(world.root / "deep", num_hidden_layers=6)
-    flat = save_teacher(world.root / "flat", num_hidden_layers=1)
-    for donor, arch in ((flat, "2x32"), (deep, "7x32")):
-        train = f"\n  steps: 2\n  batch_size: 4\n  init: slice\n  init_teacher: {donor}\n  device: cpu"
-        path = document(world, train=train, arch=f" [{arch}]", objective=" [hidden-mse]")
-        command.fails("study", path, "--dry-run", code=2, says="more layers than the teacher's")
-    away = train.replace(str(deep), str(world.root / "of-the-workers"))
-    path = document(world, train=away, arch=" [4x32]", caches=" {a: {k: 6}}", seed=" [0]")
-    check_study(read_study(path), world.root / "study", session=Session(world.home), here=False)
-    path = document(world, train=train, arch=" [4x32]", caches=" {a: {k: 6}}", seed=" [0]")
-    code, _, err = command("study", path, "--out", world.root / "study")
-    assert code == 0, err
-
-
-def test_equal_objectives_are_refused_however_they_are_written(world: World, command: Command) -> None:
-    objectives = " [minilm, {objective: minilm, value_relation: true}]"
-    path = document(world, objective=objectives)
-    command.fails("study", path, code=2, says="objective.1: minilm is given twice")
-    path = document(world, objective=" [minilm, 3]")
-    command.fails("study", path, code=2, says="objective.1: give the name of an objective")
-    path = document(world, objective=" [{objective: tinybert, form: ''}]")
-    command.fails("study", path, code=2, says="objective.0.form: give")
 
 
 def test_what_students_begin_with_is_an_axis(world: World) -> None:
