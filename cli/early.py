@@ -158,11 +158,12 @@ def refuse_files(**folders: Path | None) -> None:
     """Raise InvalidConfigError if a folder, or one of its parents, is a file.
 
     Args:
-        folders: folders by the names of their options; None where an option is not given.
+        folders: folders by the names of their options, or of arguments in capitals; None where one is not
+            given.
     """
-    for option, folder in folders.items():
+    for name, folder in folders.items():
         if folder is not None:
-            refuse_file(folder, f"--{option}")
+            refuse_file(folder, name if name.isupper() else f"--{name}")
 
 
 def _refuse_no_model(name: str, revision: str | None) -> None:

@@ -3,6 +3,7 @@
 It is read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
 """
 
+import math
 from collections.abc import Collection
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -144,6 +145,10 @@ def layer_folder(layer: int) -> str:
     return f"{_VECTORS_FOLDER}/{layer}"
 
 
+MAX_SCALING: Final = 2.0**20
+"""Greatest factor of query-key products."""
+
+
 class LayerCalibration(StoredModel):
     """How codec `vectors` was fitted to one layer."""
 
@@ -151,7 +156,7 @@ class LayerCalibration(StoredModel):
     components: int = Field(ge=1, le=2**18)
     """Number of codes of a token."""
     head_size: int = Field(ge=1, le=2**16)
-    scaling: float = Field(gt=0, le=2**20)
+    scaling: float = Field(gt=0, le=MAX_SCALING)
     """Factor that query-key products are multiplied by."""
     window: int | None = Field(ge=0, le=2**16)
     """Positions to each side that the teacher's attention sees. None means all."""
@@ -400,14 +405,15 @@ class CacheManifest(StoredDocument):
     def kl_over_max(self) -> float | None:
         """Greatest measured KL of codec `vectors` divided by `max_kl`, which held on the checked sequences.
 
-        Above 1 the bound does not hold on the held-out sequences. None with another codec, or before the
-        cache is complete.
+        Above 1 the bound does not hold on the held-out sequences. Infinity where a stored row has zeros that
+        the teacher's row has not. None with another codec, or before the cache is complete.
         """
         codec = self.identity.codec
         if not isinstance(codec, VectorsParameters) or self.measured is None:
             return None
         figures = [figure for layer in self.measured.fidelity for figure in layer.relations.values()]
-        return max(figure.kl_teacher_to_stored or 0.0 for figure in figures) / codec.max_kl
+        divergences = [figure.kl_teacher_to_stored for figure in figures]
+        return max(math.inf if each is None else each for each in divergences) / codec.max_kl
 
     @property
     def held_out_in_words(self) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import NOT_OURS
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.relations.transfer import products_in
+from minilm_cache.storage_schema.manifest import MAX_SCALING
 
 ROUNDING = 0.33
 """A component of n + 1 - ROUNDING steps or more has code n + 1; rounding to the nearest would be 0.5."""
@@ -71,10 +72,14 @@ class TransformCode:
 
     @property
     def is_sound(self) -> bool:
-        """Whether codes stand for numbers of finite products; a stranger's steps may be of any size."""
+        """Whether codes stand for rows of finite scores; a stranger's steps may be of any size.
+
+        A score is a sum of products of entries of two rows, times a scaling.
+        """
         reach = (MAX_CODE * self.step.double()[:, None] * self.basis.double().abs()).sum(0)
         greatest = float((self.mean.double().abs() + reach).max()) if self.mean.numel() else 0.0
-        return bool((self.step > 0).all()) and greatest < torch.finfo(torch.float32).max ** 0.5
+        most = torch.finfo(torch.float32).max / max(1, self.mean.numel()) / MAX_SCALING
+        return bool((self.step > 0).all()) and greatest < most**0.5
 
     def to(self, device: torch.device) -> "TransformCode":
         """Return the same code on a device."""

@@ -1,5 +1,6 @@
 """How faithful a complete cache is, in words: its KL beside what was asked, and how its students end."""
 
+import math
 from typing import Final
 
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
@@ -19,6 +20,8 @@ def max_kl_in_words(manifest: CacheManifest) -> str | None:
     ratio, codec = manifest.kl_over_max, manifest.identity.codec
     if ratio is None or not isinstance(codec, VectorsParameters):
         return None
+    if math.isinf(ratio):
+        return f"worst KL infinite on {manifest.measured_on}: stored rows have zeros that the teacher has not"
     worst = f"worst KL {ratio * codec.max_kl:.4f} nats on {manifest.measured_on}"
     if ratio <= 1:
         return f"{worst}, within --max-kl {codec.max_kl:g}"
@@ -43,6 +46,12 @@ def states_in_words(manifest: CacheManifest) -> str | None:
     if not beyond:
         return None
     return f"{', '.join(beyond)} on {manifest.measured_on}; they hold where the code was fitted"
+
+
+def finite_kl_over_max(manifest: CacheManifest) -> float | None:
+    """Return `CacheManifest.kl_over_max` for JSON, which has no infinity: None, as its divergences are."""
+    ratio = manifest.kl_over_max
+    return None if ratio is None or math.isinf(ratio) else ratio
 
 
 def verdict(manifest: CacheManifest) -> str | None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.storage_schema.identity import codec_words
-from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.manifest import OUTSIDE, PREVIEW, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.checked import digest_bytes, is_damaged
 from minilm_cache.store.durable import remove_left_of, storage_errors, write_file
 from minilm_cache.store.layout import CARD, MANIFEST, below
@@ -35,11 +35,33 @@ def attach(root: Path, manifest: CacheManifest, *, path: str, content: bytes) ->
         return manifest
     named = manifest.model_copy(update={"files": manifest.files | {path: digest}})
     with storage_errors("write", root):
+        if (between := manifest_between(manifest, named)) is not None:
+            write_file(root / MANIFEST, between.to_json())
         remove_left_of(below(root, path))  # weights of a teacher that a kill has left are large
         write_file(below(root, path), content)
         write_file(root / CARD, cache_card(named).encode())
         write_file(root / MANIFEST, named.to_json())
     return named
+
+
+def manifest_between(manifest: CacheManifest, later: CacheManifest) -> CacheManifest | None:
+    """Return the manifest of a complete cache while files are replaced that no array needs.
+
+    A manifest that still named the former files would call the cache damaged, if this process were killed.
+
+    Args:
+        manifest: manifest as it is.
+        later: manifest as it will be.
+
+    Returns:
+        The manifest without the files that will be others. None means that there are none.
+    """
+    both = OUTSIDE & manifest.files.keys() & later.files.keys()
+    others = {path for path in both if later.files[path] != manifest.files[path]}
+    if not others:
+        return None
+    kept = {path: digest for path, digest in manifest.files.items() if path not in others}
+    return manifest.model_copy(update={"files": kept})
 
 
 _PREVIEW = {"config_name": "preview", "data_files": "preview/*.parquet", "default": True}

@@ -1,5 +1,6 @@
 """List the caches of a store or of a home."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -55,13 +56,18 @@ def find_cache(store_url: str, fingerprint: str) -> str | None:
     Raises:
         StorageError: the store cannot be reached.
     """
-    store = open_store(store_url)
-    for name in store.folders():
-        if name.endswith(fingerprint[:12]):
-            entry = _entry(store.below(name))
-            if entry.manifest is not None and entry.manifest.fingerprint == fingerprint:
-                return entry.url
+    for entry in _likely_first(open_store(store_url), fingerprint[:12]):
+        if entry.manifest is not None and entry.manifest.fingerprint == fingerprint:
+            return entry.url
     return None
+
+
+def _likely_first(store: RemoteFolder, ending: str) -> Iterator[CatalogueEntry]:
+    """Yield a store's caches whose names end so, then all: whoever dumps into a store may choose a name."""
+    for name in store.folders():
+        if name.endswith(ending):
+            yield _entry(store.below(name))
+    yield from _caches_of(store)
 
 
 def _entry(folder: RemoteFolder, parse_lock: AbstractContextManager[object] | None = None) -> CatalogueEntry:

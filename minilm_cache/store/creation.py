@@ -1,7 +1,7 @@
 """Begin a cache, in a folder or in a store, and compare one that exists with the requested one."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
+from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.checked import digest_bytes, read_checked
 from minilm_cache.store.durable import locked, storage_errors, write_file
 from minilm_cache.store.layout import (
@@ -21,6 +21,7 @@ from minilm_cache.store.layout import (
     CREATE_LOCK,
     MANIFEST,
     below,
+    commit_path,
     refuse_occupied,
     refuse_other_cache,
 )
@@ -141,18 +142,40 @@ def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
 
     Raises:
         OtherBeginningError: another process was first, with other codes, or has finished the cache.
+        IdentityMismatchError: a push has begun there.
     """
     content = manifest.to_json()
     if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:
+        _refuse_pushed(target, target.sizes().keys())
         staging = target.below(staging_of(content))
         for path, digest in manifest.files.items():
             staging.write(path, read_checked(root, path, digest))
-        target.create(BEGUN, content)
+        if target.create(BEGUN, content):
+            try:  # a push that claims the place from now on finds that a dump has begun
+                _refuse_pushed(target, target.sizes().keys() - {BEGUN})
+            except IdentityMismatchError:
+                target.remove([BEGUN])
+                raise
     if finished_manifest(target, manifest.identity) is not None:
         remove_leftovers(target)
         raise OtherBeginningError
     if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
         raise OtherBeginningError
+
+
+def _refuse_pushed(target: RemoteFolder, names: Set[str]) -> None:
+    """Raise IdentityMismatchError for a place that a push has claimed, and has not finished.
+
+    Args:
+        target: folder of the cache in the store.
+        names: names of all files there.
+    """
+    claims = {INDEX, commit_path(0)}  # formats 2 and 1
+    if claims & names and not {BEGUN, MANIFEST} & names:
+        raise IdentityMismatchError(
+            f"{target.url} holds a part of a cache that is being pushed there. Repeat that push, or choose "
+            "another --out."
+        )
 
 
 def refuse_store(target: RemoteFolder) -> None:

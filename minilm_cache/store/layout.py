@@ -55,8 +55,8 @@ GOOD_NUM_SHARDS: Final = 20_000
 """Most shards of a cache by default, as long as its files stay below the next size."""
 _GOOD_FILE_BYTES: Final = 2**31
 """Greatest size of a file of a shard by default."""
-_MAX_NAME: Final = 255
-"""Most bytes of a name in file systems."""
+_MAX_NAME: Final = 255 - 24
+"""Most bytes of a cache's name: file systems allow 255, and what arrives or goes has a longer name."""
 _MAX_LABEL: Final = 100
 """Most bytes of a label in the name of a cache's folder, where the name would be too long."""
 MAX_FILE_BYTES: Final = 2**32

@@ -19,6 +19,7 @@ from filelock import FileLock
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.session import ALONE
 from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.manifest import INDEX
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
@@ -52,7 +53,8 @@ class MirrorReader(CacheReader):
 
         Args:
             url: URL of the cache.
-            home: folder that holds all mirrors, each in `mirrors/` and the cache's fingerprint.
+            home: folder that holds all mirrors, each in `mirrors/`. Dumps with one fingerprint may differ in
+                their bytes, so a mirror is named by the fingerprint and by the hash of the index.
             max_bytes: most bytes of shard files on this machine; shards in use may exceed it.
 
         Raises:
@@ -63,7 +65,8 @@ class MirrorReader(CacheReader):
         self._opened_by = (url, home.absolute(), max_bytes)
         source = open_store(url)
         manifest = named_manifest(source)
-        folder = home / "mirrors" / manifest.fingerprint
+        index = [manifest.files[INDEX].sha256[:12]] if INDEX in manifest.files else []
+        folder = home / "mirrors" / "-".join([manifest.fingerprint, *index])
         self._fetcher = Fetcher(source, folder, manifest, durable=False)
         self._fetcher.tables(ALONE)
         self._fetcher.write(MANIFEST, manifest.to_json())

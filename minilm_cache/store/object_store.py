@@ -149,8 +149,12 @@ class BucketFiles:
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files; one that does not exist is no error."""
-        with suppress(FileNotFoundError):
+        try:
             _with_retries(lambda: obstore.delete(self.store, list(paths)), *_BROKEN)
+        except FileNotFoundError:  # of stores that remove one by one, and end at the first that is not there
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    _with_retries(lambda path=path: obstore.delete(self.store, path), *_BROKEN)
 
     def sizes(self, path: str) -> dict[str, int]:
         """Return the paths and sizes, in bytes, of all files below a folder.

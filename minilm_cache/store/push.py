@@ -14,19 +14,20 @@ from minilm_cache.errors import (
     CacheNotFoundError,
     IdentityMismatchError,
     InvalidConfigError,
+    MiniLMCacheError,
 )
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
-from minilm_cache.store.card import cache_card
+from minilm_cache.store.card import cache_card, manifest_between
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.checked import checked_file, digest_bytes, read_checked
+from minilm_cache.store.checked import checked_file, read_checked
 from minilm_cache.store.durable import read_bounded
-from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
+from minilm_cache.store.layout import BEGUN, CARD, MANIFEST, below, cache_name, commit_path
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
-from minilm_cache.store.urls import is_url
+from minilm_cache.store.verify import remote_damage
 
 
 def push(root: Path, store_url: str, *, session: Session, full: bool = False) -> TransferResult:
@@ -53,7 +54,7 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     manifest = reader.manifest
     num_shards = len(reader.ranges)
     store = open_store(store_url)
-    if _is_in_a_cache(store_url) or _complete_manifest(store) is not None:
+    if _is_in_a_cache(store):
         raise InvalidConfigError(
             f"{store.url} is, or lies in, a cache, and is no store of caches. Name another folder."
         )
@@ -72,6 +73,8 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
 
     named = {} if existing is None else existing.files
     target.remove_leftovers()
+    if existing is not None and (between := manifest_between(existing, manifest)) is not None:
+        target.write(MANIFEST, between.to_json())
     session.progress.start("push", num_bytes(manifest, reader.records), "bytes")
     sent = [
         sender.send(path, digest, is_named=named.get(path) == digest)
@@ -112,10 +115,24 @@ def _finish(
     return whole, is_new
 
 
-def _is_in_a_cache(place: str) -> bool:
-    place = place.removeprefix("file://")
-    folder = Path(place).absolute()
-    return not is_url(place) and any((each / MANIFEST).is_file() for each in (folder, *folder.parents))
+def _is_in_a_cache(store: RemoteFolder) -> bool:
+    """Return whether a folder is, or lies in, a cache, even one that is damaged or unfinished."""
+    folder: RemoteFolder | None = store
+    while folder is not None:
+        # Other programs have files called manifest.json, too.
+        if _has(folder, BEGUN) or (_has(folder, MANIFEST) and _has(folder, "zarr.json")):
+            return True
+        folder = folder.above()
+    return False
+
+
+def _has(folder: RemoteFolder, name: str) -> bool:
+    """Return whether a folder has a file that this process may read; folders above may be closed to it."""
+    try:
+        folder.read_range(name, 0, 1)
+    except MiniLMCacheError:
+        return False
+    return True
 
 
 def _complete_manifest(target: RemoteFolder) -> CacheManifest | None:
@@ -145,6 +162,8 @@ class _Sender:
             IdentityMismatchError: the store holds another dump there.
         """
         others_claim = commit_path(0) if INDEX in self._reader.manifest.files else INDEX
+        if BEGUN in self._sizes and MANIFEST not in self._sizes:
+            raise self._begun_dump()
         if existing is None and others_claim in self._sizes:
             raise self._other_dump()
         if INDEX not in self._reader.manifest.files:
@@ -158,10 +177,11 @@ class _Sender:
                 raise self._other_dump()
             return  # a damaged index there is replaced like any other file
         content = read_checked(self._reader.root, INDEX, ours)
-        if (
-            not self._target.create(INDEX, content)
-            and self._target.read_range(INDEX, 0, ours.size + 1) != content
-        ):
+        if self._target.create(INDEX, content):
+            if self._target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is not None:
+                self._target.remove([INDEX])
+                raise self._begun_dump()
+        elif self._target.read_range(INDEX, 0, ours.size + 1) != content:
             raise self._other_dump()
 
     def _claim_shard(self, shard: int) -> bool:
@@ -186,6 +206,12 @@ class _Sender:
             raise self._other_dump()
         return False
 
+    def _begun_dump(self) -> IdentityMismatchError:
+        return IdentityMismatchError(
+            f"{self._target.url} holds an unfinished dump into this store. Finish it with the `minilm-cache "
+            "dump` command that began it, delete it, or choose another store."
+        )
+
     def _other_dump(self) -> IdentityMismatchError:
         return IdentityMismatchError(
             f"{self._target.url} holds shards of another dump of the same fingerprint, which only a "
@@ -208,11 +234,8 @@ class _Sender:
         return needed
 
     def _is_stored(self, path: str, expected: FileDigest, *, is_named: bool) -> bool:
-        if self._sizes.get(path) != expected.size:
-            return False
-        if is_named and not self._full:
-            return True
-        return digest_bytes(self._target.read(path, expected.size)) == expected
+        size, full = self._sizes.get(path), self._full or not is_named
+        return remote_damage(self._target, path, expected, size=size, full=full) is None
 
     def send_shard(self, shard: int) -> bool:
         """Send a shard's files, and its record in format 1, and return whether the store lacked any."""

@@ -22,7 +22,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, Measured
-from minilm_cache.store.card import attach
+from minilm_cache.store.card import attach, manifest_between
 from minilm_cache.store.checked import checked_file
 from minilm_cache.store.creation import (
     CLAIMS,
@@ -177,7 +177,11 @@ class StoreWriter(CacheWriter):
         return sorted(lost)
 
     def withdraw(self, shard: int) -> None:
-        """Remove a damaged shard's commit record; the caller holds its claim."""
+        """Remove a damaged shard's files, then its commit record; the caller holds its claim.
+
+        Files that stayed would be taken for those of the next record: only their sizes are compared there.
+        """
+        self._target.remove(shard_files(self.manifest, shard))
         self._target.remove([commit_path(shard)])
         self._next_listing = 0.0
 
@@ -319,6 +323,8 @@ def attach_in_store(
     """
     named = attach(root, manifest, path=path, content=content)
     if named != manifest or target.sizes().get(path) != len(content):
+        if (between := manifest_between(manifest, named)) is not None:
+            target.write(MANIFEST, between.to_json())
         target.write(path, content)
         target.write(CARD, (root / CARD).read_bytes())
         target.write(MANIFEST, named.to_json())

@@ -12,21 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError, StorageError
 from minilm_cache.session import Session
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
-from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import Hasher, sha256_file, tokens_hash
-from minilm_cache.store.durable import own_cores
-from minilm_cache.store.index import open_shards, read_ranges
+from minilm_cache.store.checked import READ_REMEDY, Hasher, sha256_file, tokens_hash
+from minilm_cache.store.durable import own_cores, storage_errors
+from minilm_cache.store.index import open_shards, parse_record, read_ranges
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, read_manifest, refuse_other_metadata
 from minilm_cache.store.remote import RemoteFolder, for_each, open_store
 
-_MAX_INDEX_BYTES = 2**31
 _REMOTE_PART_BYTES = 2**23
 """Most bytes of a request that reads a file in a store."""
 CheckRows = Callable[[CacheReader], Callable[[Segment], None]]
@@ -80,24 +79,17 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
     except (CacheCorruptError, CacheNotFoundError) as error:
         if not (below(root, COMMITS).is_dir() or below(root, INDEX).is_file()):
             raise
-        manifest_damage = Damage(path=MANIFEST, shard=None, reason=str(error))
+        manifest_damage = Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(manifest_damage,))
     files, damaged = _listed_files(root, manifest)
     num_bytes = sum(digest.size for _, _, digest in files)
-    session.progress.start("verify", num_bytes, "bytes")
 
-    def examine(file: _ListedFile) -> Damage | None:
-        path, shard, expected = file
-        reason: str | None
-        try:
-            reason = _file_damage(below(root, path), expected, full=full or path.endswith("zarr.json"))
-        except CacheCorruptError as error:  # a symbolic link, or a path that leads out of the cache
-            reason = str(error)
-        session.progress.advance(expected.size)
-        return None if reason is None else Damage(path=path, shard=shard, reason=reason)
+    def local_damage(path: str, expected: FileDigest) -> str | None:
+        return _local_damage(root, path, expected, full=full or path.endswith("zarr.json"))
 
+    examine = _examiner(files, local_damage, session)
     with ThreadPoolExecutor(num_threads) as threads:
-        damaged += [damage for damage in threads.map(examine, files) if damage is not None]
+        damaged += filter(None, threads.map(examine, range(len(files))))
     if not (full or damaged):
         damaged += _metadata_damage(root, manifest)
     if full and not damaged:
@@ -107,13 +99,39 @@ def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_
     )
 
 
+def _without_remedy(error: MiniLMCacheError) -> str:
+    """Return what is wrong with a file, without the remedy, which `verify` says once for all files."""
+    return str(error).removesuffix(f" {READ_REMEDY}")
+
+
+def _examiner(
+    files: Sequence[_ListedFile], damage_of: Callable[[str, FileDigest], str | None], session: Session
+) -> Callable[[int], Damage | None]:
+    """Return a function that examines the file of a number, and advances the progress, which begins now.
+
+    Args:
+        files: all files that are to be examined.
+        damage_of: returns why the file at a path is not what was committed; None means that it is.
+        session: its progress shows the bytes done.
+    """
+    session.progress.start("verify", sum(digest.size for _, _, digest in files), "bytes")
+
+    def examine(number: int) -> Damage | None:
+        path, shard, expected = files[number]
+        reason = damage_of(path, expected)
+        session.progress.advance(expected.size)
+        return None if reason is None else Damage(path=path, shard=shard, reason=reason)
+
+    return examine
+
+
 def _metadata_damage(root: Path, manifest: CacheManifest) -> list[Damage]:
     """Return what is wrong with metadata that is as the manifest says; no file of a shard is read."""
     try:
         num_shards, again = len(read_ranges(root, manifest)), "Dump it again, or pull it again."
         refuse_other_metadata(manifest, num_shards, str(root / MANIFEST), remedy=again)
     except CacheCorruptError as error:
-        return [Damage(path=MANIFEST, shard=None, reason=str(error))]
+        return [Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))]
     return []
 
 
@@ -134,39 +152,54 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
     source = open_store(url)
     try:
         manifest = named_manifest(source)
-        sizes = source.sizes()
-        digests = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
-        tables = [
-            Damage(path=path, shard=None, reason=reason)
-            for path, digest in digests.items()
-            if (reason := _remote_damage(source, path, digest, size=sizes.get(path), full=True)) is not None
-        ]
-        if tables:  # nothing else can be listed without them
-            num_bytes = sum(digest.size for digest in digests.values())
-            return Verdict(complete=True, num_files=len(digests), num_bytes=num_bytes, damage=tuple(tables))
-        reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
     except (CacheCorruptError, CacheNotFoundError) as error:
         is_missing = isinstance(error, CacheNotFoundError)
-        if is_missing and source.read_if_there(INDEX, _MAX_INDEX_BYTES) is None:
+        if is_missing and not {INDEX, commit_path(0)} & source.sizes().keys():
             raise
         lost = Damage(path=MANIFEST, shard=None, reason="missing" if is_missing else "damaged")
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(lost,))
-    files, damaged = _listed_files(reader.root, reader.manifest)
+    sizes = source.sizes()
+
+    def damage_of(path: str, expected: FileDigest) -> str | None:
+        return remote_damage(source, path, expected, size=sizes.get(path), full=full or path in tables)
+
+    tables = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
+    files: list[_ListedFile] = [(path, None, digest) for path, digest in tables.items()]
+    damaged = list(filter(None, map(_examiner(files, damage_of, session), range(len(files)))))
+    if not damaged:  # without them nothing else can be listed
+        damaged = _damaged_records(source, manifest, session)
+    if not damaged:
+        reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
+        files, damaged = _listed_files(reader.root, reader.manifest)
+        examine = _examiner(files, damage_of, session)
+        examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
+        damaged += filter(None, examined)
     num_bytes = sum(digest.size for _, _, digest in files)
-    session.progress.start("verify", num_bytes, "bytes")
-
-    def examine(number: int) -> Damage | None:
-        path, shard, expected = files[number]
-        reason = _remote_damage(source, path, expected, size=sizes.get(path), full=full)
-        session.progress.advance(expected.size)
-        return None if reason is None else Damage(path=path, shard=shard, reason=reason)
-
-    examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
-    damaged += [damage for damage in examined if damage is not None]
     return Verdict(complete=True, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged))
 
 
-def _remote_damage(
+def _damaged_records(source: RemoteFolder, manifest: CacheManifest, session: Session) -> list[Damage]:
+    """Return which commit records of a store's cache are missing or damaged; only format 1 has records."""
+    if not manifest.shards:
+        return []
+    ranges = read_ranges(Path(), manifest)
+
+    def examine(shard: int) -> Damage | None:
+        path = commit_path(shard)
+        try:
+            content = source.read(path, MAX_RECORD_BYTES)
+            parse_record(content, manifest, ranges=ranges, shard=shard, where=f"{source.url}/{path}")
+        except CacheNotFoundError:
+            return Damage(path=path, shard=shard, reason="missing")
+        except CacheCorruptError as error:
+            return Damage(path=path, shard=shard, reason=_without_remedy(error))
+        return None
+
+    examined = for_each(examine, range(len(ranges)), should_stop=session.should_stop, place=source.url)
+    return [damage for damage in examined if damage is not None]
+
+
+def remote_damage(
     source: RemoteFolder, path: str, expected: FileDigest, *, size: int | None, full: bool
 ) -> str | None:
     """Return why a file of a store is not what was committed, or None if it is; size None means no file."""
@@ -196,7 +229,7 @@ def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile
         path = INDEX
         shards = open_shards(root, manifest, ranges)
     except MiniLMCacheError as error:
-        return files, [Damage(path=path, shard=None, reason=str(error))]
+        return files, [Damage(path=path, shard=None, reason=_without_remedy(error))]
     files += [(path, None, manifest.files[path]) for path in (RANGES, INDEX) if path in manifest.files]
     for number in range(len(ranges)):
         if number not in shards:
@@ -206,7 +239,7 @@ def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile
         try:
             files += [(path, number, digest) for path, digest in shards[number].files.items()]
         except MiniLMCacheError as error:
-            damaged.append(Damage(path=commit_path(number), shard=number, reason=str(error)))
+            damaged.append(Damage(path=commit_path(number), shard=number, reason=_without_remedy(error)))
     return files, damaged
 
 
@@ -229,8 +262,8 @@ def shards_of_other_sizes(root: Path, shards: Sequence[int]) -> list[int]:
     def differs(number: int) -> bool:
         try:
             files = reader.records[number].files.items()
-            return any(_file_damage(below(root, path), digest, full=False) for path, digest in files)
-        except MiniLMCacheError:  # of the record, or a symbolic link
+            return any(_local_damage(root, path, digest, full=False) for path, digest in files)
+        except MiniLMCacheError:  # of the record
             return True
 
     return [number for number in shards if differs(number)]
@@ -250,14 +283,20 @@ def unsound_shards(
     return [damage.shard for damage in check.damage(shards, default_threads()) if damage.shard is not None]
 
 
-def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
-    if file.is_symlink() or not file.is_file():
-        return "missing"
-    size = file.stat().st_size
-    if size != expected.size:
-        return f"{size} bytes, committed {expected.size}"
-    if full and sha256_file(file) != expected.sha256:
-        return "its bytes are not those committed"
+def _local_damage(root: Path, path: str, expected: FileDigest, *, full: bool) -> str | None:
+    """Return why a file of a cache is not what was committed, or None if it is."""
+    try:
+        file = below(root, path)
+        with storage_errors("read", file):
+            if file.is_symlink() or not file.is_file():
+                return "missing"
+            size = file.stat().st_size
+            if size != expected.size:
+                return f"{size} bytes, committed {expected.size}"
+            if full and sha256_file(file) != expected.sha256:
+                return "its bytes are not those committed"
+    except (CacheCorruptError, StorageError) as error:  # a symbolic link, or a disk that cannot read it
+        return _without_remedy(error)
     return None
 
 
@@ -269,7 +308,7 @@ def _content_damage(
         reader = CacheReader(root, partial=True)
         check_shard = check_rows(reader)
     except CacheCorruptError as error:
-        yield Damage(path=MANIFEST, shard=None, reason=str(error))
+        yield Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))
         return
     session.progress.start("decode", int(reader.ranges.num_tokens[list(reader.records)].sum()), "tokens")
     yield from _ShardCheck(reader, session, check_shard).damage(list(reader.records), num_threads)
@@ -303,6 +342,6 @@ class _ShardCheck:
                 tokens.append(segment.rows["tokens"])
             committed = self.reader.records[number].tokens_xxh3
         except MiniLMCacheError as error:
-            return str(error)
+            return _without_remedy(error)
         same = tokens_hash(np.concatenate(tokens)) == committed
         return None if same else "the token ids are not those committed"

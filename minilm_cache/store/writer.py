@@ -72,7 +72,7 @@ from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import ShardEncoder, ShardWriter, encode_table
 from minilm_cache.store.verify import CheckRows, shards_of_other_sizes, unsound_shards
 
-_OF_ONE_CACHE = {"zarr.json", RANGES, INDEX}
+_OF_ONE_CACHE = {"zarr.json", RANGES, INDEX, *OUTSIDE}
 """Files that two caches of the same shards need not share."""
 
 
@@ -290,11 +290,10 @@ class CacheWriter:
 
     def withdraw(self, shard: int) -> None:
         """Remove a damaged shard's commit record, so that it is written again; the caller holds its claim."""
-        self.unseal(without=shard)
-        for name in shard_files(self.manifest, shard):
-            self._clear(name)
         path = below(self.root, commit_path(shard))
-        with storage_errors("remove", path):
+        with self._unsealed(without=shard), storage_errors("remove", path):  # nobody seals with this record
+            for name in shard_files(self.manifest, shard):
+                self._clear(name)
             if path.parent.is_dir():
                 path.unlink(missing_ok=True)
                 sync_directories([path.parent])
@@ -309,14 +308,21 @@ class CacheWriter:
             elif file.is_dir():
                 shutil.rmtree(file)
 
-    def unseal(self, without: int | None = None) -> None:
-        """Make a complete cache an unfinished one again, so that damaged shards can be written anew.
+    def unseal(self) -> None:
+        """Make a complete cache an unfinished one again, so that its index can be written anew."""
+        with self._unsealed(without=None):
+            pass
+
+    @contextmanager
+    def _unsealed(self, without: int | None) -> Iterator[None]:
+        """Make a complete cache an unfinished one again, and hold the lock on sealing for a block.
 
         Args:
             without: number of a shard that then does not exist. None means that all shards exist that did.
         """
         with locked(below(self.root, SEAL_LOCK)):
             self.manifest = unseal(self.root, self._read_manifest(), self.ranges, without=without)
+            yield
 
     @property
     def has_damaged_index(self) -> bool:

@@ -83,7 +83,7 @@ def test_the_url_of_a_cache_lists_that_cache_alone(tmp_path: Path) -> None:
     assert catalogue(str(tmp_path)) == catalogue(str(tmp_path / "none")) == []
 
 
-def test_a_cache_is_found_by_its_whole_fingerprint_under_any_name_that_ends_with_it(tmp_path: Path) -> None:
+def test_a_cache_is_found_by_its_whole_fingerprint_under_any_name(tmp_path: Path) -> None:
     manifest = read_manifest(GOLDEN / "v1")
     name = cache_name(manifest.labels, manifest.identity)
     shutil.copytree(GOLDEN / "v1", tmp_path / "renamed" / f"another-{name}")
@@ -94,7 +94,9 @@ def test_a_cache_is_found_by_its_whole_fingerprint_under_any_name_that_ends_with
         tmp_path / "renamed" / f"another-{name}"
     )
     assert find_cache(str(tmp_path / "renamed"), lookalike) is None
-    assert find_cache(str(tmp_path / "elsewhere"), manifest.fingerprint) is None
+    assert find_cache(str(tmp_path / "elsewhere"), manifest.fingerprint) == str(
+        tmp_path / "elsewhere/other-name"
+    )
     assert find_cache(str(tmp_path / "none"), manifest.fingerprint) is None
 
 

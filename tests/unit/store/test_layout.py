@@ -164,7 +164,7 @@ def test_large_corpora_have_large_shards(k: int | None) -> None:
 
 
 LABEL = st.text(
-    st.characters(codec="utf-8", min_codepoint=32, exclude_characters="\x7f"), min_size=1, max_size=30
+    st.characters(codec="utf-8", min_codepoint=32, exclude_characters="\x7f"), min_size=1, max_size=150
 )
 
 
@@ -177,6 +177,8 @@ def test_a_cache_has_a_name_of_one_part_that_ends_with_its_fingerprint(teacher: 
     assert PurePosixPath(name).parts == (name,)
     assert set(":?#").isdisjoint(name)  # a URL's path would end there
     assert name.endswith(f"-topk-{identity.fingerprint()[:12]}")
+    arriving = f".{name}.{identity.fingerprint()[:12]}.arriving"  # the longest name that is made of it
+    assert len(arriving.encode()) <= 255  # bytes, in file systems
 
 
 @settings(max_examples=50, deadline=None)

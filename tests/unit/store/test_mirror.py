@@ -67,10 +67,11 @@ def test_the_shards_used_last_are_kept_within_the_bound(
         assert kept_in(reader.root) == set(used)
 
 
-def test_a_mirror_is_named_by_fingerprint_and_begins_without_shards(complete: Path, tmp_path: Path) -> None:
+def test_a_mirror_is_named_by_its_cache_and_begins_without_shards(complete: Path, tmp_path: Path) -> None:
     reader, manifest = MirrorReader(str(complete), tmp_path, ALL), read_manifest(complete)
 
-    assert reader.root == tmp_path / "mirrors" / manifest.fingerprint
+    index = manifest.files["index/shards.parquet"].sha256[:12]
+    assert reader.root == tmp_path / "mirrors" / f"{manifest.fingerprint}-{index}"
     assert kept_in(reader.root) == set()
     here = files_below(reader.root)
     assert here.keys() == {"manifest.json", "index/ranges.parquet", "index/shards.parquet"}

@@ -63,11 +63,25 @@ def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Pa
     assert progress.done == progress.totals
 
 
-def test_a_cache_is_no_store_by_any_name(complete: Path, cache: Path) -> None:
-    for place in (cache, cache / "tokens", f"file://{cache}", f"file://{cache}/tokens"):
+def test_a_cache_is_no_store_by_any_name(complete: Path, cache: Path, tmp_path: Path) -> None:
+    places = (cache, cache / "tokens", f"file://{cache}", f"file://{cache}/tokens/inner")
+    for place in places:
         with pytest.raises(InvalidConfigError, match="is no store of caches"):
             push(complete, str(place), session=Session())
     assert files_below(cache) == files_below(complete)
+    (cache / "manifest.json").write_bytes(b"{")  # damaged, it is a cache still
+    for place in places:
+        with pytest.raises(InvalidConfigError, match="is no store of caches"):
+            push(complete, str(place), session=Session())
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/unfinished.json").touch()
+    with pytest.raises(InvalidConfigError, match="is no store of caches"):
+        push(complete, str(tmp_path / "begun"), session=Session())
+
+
+def test_other_programs_files_make_no_cache_of_a_store(complete: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    assert push(complete, str(tmp_path / "caches"), session=Session()).shards_copied == 6
 
 
 def with_prompts(root: Path, text: str) -> CacheManifest:

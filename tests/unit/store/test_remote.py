@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from obstore.store import LocalStore
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
+from minilm_cache.store.object_store import BucketFiles
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.urls import is_url, without_secrets
 from tests.s3 import tamper
@@ -53,6 +55,17 @@ def test_a_file_is_created_once_and_its_content_left_alone(folder: RemoteFolder)
     assert folder.create("claims/0", b"first")
     assert not folder.create("claims/0", b"second")
     assert folder.read("claims/0", 10) == b"first"
+
+
+def test_files_are_removed_beside_those_that_are_not_there(folder: RemoteFolder, tmp_path: Path) -> None:
+    for _ in range(2):  # as an object store that ends at the first one that is missing, the second time
+        names = [f"file-{number}" for number in range(5)]
+        for name in names[1:]:
+            folder.write(name, b"x")
+        folder.remove(names)
+        assert folder.sizes() == {}
+        files = BucketFiles(LocalStore(tmp_path))
+        folder = RemoteFolder(str(tmp_path), files, "objects")
 
 
 def test_of_many_that_claim_exactly_one_gets_it(folder: RemoteFolder) -> None:

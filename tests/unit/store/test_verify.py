@@ -1,6 +1,8 @@
 """Audits: every file is looked at, each damage is named once, and sums are those of the disk."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,12 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.session import Session
-from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.checked import digest_bytes, sha256_file
 from minilm_cache.store.durable import own_cores
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader, Segment
-from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify
+from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify, verify_url
 from tests.support import change_record, write_document
 from tests.unit.store.support import GOLDEN, Recorder, keep_shards
 
@@ -122,6 +124,38 @@ def test_a_damaged_manifest_is_all_that_can_be_said(cache: Path, tmp_path: Path)
     assert [one.path for one in audit(cache, full=False).damage] == ["manifest.json"]
     with pytest.raises(CacheNotFoundError):
         audit(tmp_path / "none", full=False)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage_and_the_others_are_checked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "tokens/c/4").unlink()
+
+    def read(file: Path) -> str:
+        if file == cache / "tokens/c/2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sha256_file(file)
+
+    monkeypatch.setattr("minilm_cache.store.verify.sha256_file", read)
+    unread, missing = sorted(audit(cache, full=True).damage, key=lambda damage: damage.path)
+    assert (unread.path, unread.shard, missing.path) == ("tokens/c/2", 2, "tokens/c/4")
+    assert "Input/output error" in unread.reason
+
+
+@pytest.mark.parametrize("content", [b"{", None])
+def test_a_damaged_record_in_a_store_is_named_as_that_of_a_folder(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    old, path = Path(shutil.copytree(GOLDEN / "v1", tmp_path / "old")), commit_path(1)
+    (old / path).unlink()
+    if content is not None:
+        (old / path).write_bytes(content)
+    found = verify_url(f"file://{old}", tmp_path, full=True, session=Session()).damage
+
+    for damage in (*found, *audit(old, full=True).damage):
+        assert (damage.path, damage.shard) == (path, 1)
+        assert "verify --full" not in damage.reason  # the remedy is said once, below all of them
+    assert len(found) == 1
 
 
 def test_token_ids_must_be_those_that_the_record_hashes(cache: Path) -> None:
