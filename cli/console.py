@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
@@ -120,8 +121,9 @@ def _printable(text: str) -> str:
 
 
 def print_json(document: object) -> None:
-    """Print the result of a command as one JSON object."""
-    print(json.dumps(document))  # noqa: T201 - stdout is where results go
+    """Print the result of a command as one JSON object; NaN and infinity, which JSON lacks, are null."""
+    finite = to_jsonable_python(document, inf_nan_mode="null")
+    print(json.dumps(finite))  # noqa: T201 - stdout is where results go
 
 
 def print_text(text: str) -> None:

@@ -29,13 +29,7 @@ from minilm_cache.cli.options import (
 )
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.dump.fidelity import (
-    finite_kl_over_max,
-    kl_infinite_because,
-    max_kl_in_words,
-    states_in_words,
-    verdict,
-)
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.config import COMPARING
 from minilm_cache.session import Session
@@ -182,7 +176,7 @@ def _document(result: "DumpResult") -> dict[str, Any]:
         "num_held_out": manifest.num_held_out,
         "held_out_by": manifest.held_out_by,
         "cut": manifest.cut.model_dump() if manifest.cut else None,
-        "kl_over_max": finite_kl_over_max(manifest),
+        "kl_over_max": manifest.kl_over_max,
         "kl_infinite_because": kl_infinite_because(manifest),
         "verdict": verdict(manifest),
         "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,

@@ -12,13 +12,7 @@ from minilm_cache.cli.environment import chosen_place, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
-from minilm_cache.dump.fidelity import (
-    finite_kl_over_max,
-    kl_infinite_because,
-    max_kl_in_words,
-    states_in_words,
-    verdict,
-)
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
@@ -70,7 +64,7 @@ def info(
                 "cache": str(path),
                 "shards": len(reader.ranges),
                 "shards_committed": len(reader.records),
-                "kl_over_max": finite_kl_over_max(manifest),
+                "kl_over_max": manifest.kl_over_max,
                 "kl_infinite_because": kl_infinite_because(manifest),
                 "verdict": verdict(manifest),
                 "manifest": manifest.model_dump(mode="json", exclude={"files"}),

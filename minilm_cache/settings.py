@@ -7,7 +7,7 @@ derive their options from these (`minilm_cache.cli.options`). The class that dec
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from os import PathLike
@@ -45,6 +45,17 @@ def whole_number(text: str) -> int:
     if number != int(number):
         raise ValueError(f"{text!r} is not a whole number. Write it like 20000, 20_000, 20k, 1.5M or 2G.")
     return int(number)
+
+
+def refuse_unreadable(texts: Iterable[str]) -> None:
+    """Raise InvalidConfigError for a text of a command line whose bytes are no UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidConfigError(
+                f"{text[:40]!a} is no text in UTF-8. Check the encoding of the terminal or of the script."
+            ) from error
 
 
 def decimal_number(text: str) -> float:

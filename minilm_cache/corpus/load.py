@@ -131,8 +131,10 @@ def arrow_folder(files: Sequence[Path]) -> Path:
     """Return the folder for the Arrow files that are made from files as they are now."""
     digest = hashlib.sha256()
     for file in sorted(files):
-        stat = file.stat()
-        digest.update(os.fsencode(file.resolve()))
+        stat, real = file.stat(), file.resolve()
+        digest.update(os.fsencode(real))
+        if file.suffix != real.suffix:  # the name that a user gives says how a file is read
+            digest.update(os.fsencode(file.suffix))
         digest.update(f"\0{stat.st_ino}\0{stat.st_ctime_ns}\0{stat.st_size}\0".encode())
     return Path(datasets.config.HF_DATASETS_CACHE) / "by-source" / digest.hexdigest()[:32]
 

@@ -48,12 +48,6 @@ def states_in_words(manifest: CacheManifest) -> str | None:
     return f"{', '.join(beyond)} on {manifest.measured_on}; they hold where the code was fitted"
 
 
-def finite_kl_over_max(manifest: CacheManifest) -> float | None:
-    """Return `CacheManifest.kl_over_max` for JSON, which has no infinity: None, as its divergences are."""
-    ratio = manifest.kl_over_max
-    return None if ratio is None or math.isinf(ratio) else ratio
-
-
 def verdict(manifest: CacheManifest) -> str | None:
     """Return how students of a cache end, in words.
 

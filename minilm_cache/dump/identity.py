@@ -186,14 +186,14 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
             if config.labels
             else None
         ),
-        num_classes=_num_classes(teacher) if config.logits else None,
+        num_classes=_num_classes(config, teacher) if config.logits else None,
         pooled=_pooling(config, teacher) if config.pooled else None,
         others=tuple(own_signal(name).described(teacher.identity) for name in config.signal),
     )
 
 
-def _num_classes(teacher: Teacher) -> int:
-    teacher.refuse_left_padding()
+def _num_classes(config: DumpConfig, teacher: Teacher) -> int:
+    teacher.refuse_other_texts(config.max_length)
     return teacher.num_classes
 
 

@@ -7,6 +7,7 @@ resume from what they have kept. The machines of a cluster need a common file sy
 import logging
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,6 +71,8 @@ _POLL_S: Final = 1.0
 """Longest wait for a task, in seconds, before `should_stop` is called again."""
 _RETRIES: Final = 3
 """How often a task is started again whose process has died; each start goes on from what was kept."""
+_ANSWERS_WITHIN_S: Final = 10.0
+"""Longest wait, in seconds, for a cluster to answer."""
 _CANCEL_S: Final = 30.0
 """Longest wait, in seconds, until the workers of cancelled tasks have ended."""
 
@@ -87,6 +90,23 @@ def import_ray() -> Any:  # noqa: ANN401 - a module
     return ray
 
 
+def _refuse_no_cluster(address: str) -> None:
+    """Raise InvalidConfigError for an address where nothing answers; Ray itself asks it for many minutes.
+
+    Args:
+        address: value of RAY_ADDRESS. Without a port it names no place that can be asked.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        except (OSError, OverflowError) as error:
+            raise InvalidConfigError(
+                f"no Ray cluster answers at RAY_ADDRESS {address} ({first_line(error)}). Correct it, or "
+                "unset it to begin a cluster on this machine."
+            ) from error
+
+
 class RayCluster:
     """The cluster that RAY_ADDRESS names, or a local one of this machine."""
 
@@ -98,9 +118,11 @@ class RayCluster:
                 has any. A task takes a core, too.
 
         Raises:
-            InvalidConfigError: Ray is not installed, or no machine has the GPUs that a task takes.
+            InvalidConfigError: Ray is not installed, RAY_ADDRESS names no cluster, or no machine has the GPUs
+                that a task takes.
         """
         self._ray = import_ray()
+        _refuse_no_cluster(os.environ.get("RAY_ADDRESS", ""))
         self._ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
         machines = [node["Resources"].get("GPU", 0) for node in self._ray.nodes() if node["Alive"]]
         most = int(max(machines, default=0))

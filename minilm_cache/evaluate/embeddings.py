@@ -21,7 +21,7 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.complete import text_length
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import read_config, usable_length
+from minilm_cache.models.load import IN_FLOAT32, read_config, usable_length
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.tokenizer import load_tokenizer
@@ -175,7 +175,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         transformer = Transformer(
             str(model.folder),
             max_seq_length=max_length,
-            model_kwargs={**safely, "use_safetensors": True},
+            model_kwargs={**safely, **IN_FLOAT32},
             processor_kwargs=safely,
             config_kwargs=safely,
         )

@@ -83,12 +83,13 @@ def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
         ) from error
 
 
-def read_text(value: object, where: str) -> str:
+def read_text(value: object, where: str, remedy: str = "Fetch the file again") -> str:
     """Return a value after checking that it is a text that can be written as UTF-8.
 
     Args:
         value: value of a file.
         where: place of the value, for the error message.
+        remedy: what helps, for the error message.
 
     Raises:
         CorpusError: it is not such a text.
@@ -99,7 +100,7 @@ def read_text(value: object, where: str) -> str:
             return value
     except UnicodeEncodeError:
         pass
-    raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. Fetch the file again.")
+    raise CorpusError(f"{where}: {str(value)[:40]!a} is not a text. {remedy}.")
 
 
 def generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], str] | None:
@@ -186,7 +187,7 @@ def own_rows(
 
 def read_own_text(value: object, where: str) -> str:
     """Return a text of a file of one's own, which must say something; errors: see `read_text`."""
-    text = read_text(value, where)
+    text = read_text(value, where, "Write it as a text, or name another column with --text-columns")
     if not text.strip():
         raise CorpusError(f"{where}: a text is empty. Remove the record.")
     return text

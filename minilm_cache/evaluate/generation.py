@@ -260,8 +260,8 @@ def generation_scores(targets: Sequence[str], generated: Sequence[str]) -> Score
     """Return scores of generated texts, times 100, all without regard to case.
 
     BLEU-4 is sacrebleu's of the corpus with its tokenizer 13a. ROUGE-1, ROUGE-2 and ROUGE-L are F1 of
-    rouge-score with stems, means over texts. Where a target has no letter of a to z and no digit, which is
-    all that rouge-score reads, words of any script are counted, without stems. METEOR is nltk's, the mean
+    rouge-score with stems, means over texts. Of a target without any letter of a to z and any digit, which
+    is all that rouge-score reads, words of any script are counted, without stems. METEOR is nltk's, the mean
     over texts; it needs WordNet (`python -m nltk.downloader wordnet`), and is left out where that is not
     installed.
 
@@ -270,10 +270,12 @@ def generation_scores(targets: Sequence[str], generated: Sequence[str]) -> Score
         generated: generated texts, in the same order.
     """
     bleu = sacrebleu.corpus_bleu(list(generated), [list(targets)], lowercase=True, tokenize="13a")
-    has_latin = all(_LATIN.search(target.lower()) for target in targets)
-    scorer = RougeScorer(list(_ROUGE), use_stemmer=True, tokenizer=None if has_latin else _AnyScript())
+    latin = RougeScorer(list(_ROUGE), use_stemmer=True)
+    others = RougeScorer(list(_ROUGE), tokenizer=_AnyScript())
     pairs = list(zip(targets, generated, strict=True))
-    rouge = [scorer.score(target, text) for target, text in pairs]
+    rouge = [
+        (latin if _LATIN.search(target.lower()) else others).score(target, text) for target, text in pairs
+    ]
     scores = {"BLEU-4": float(bleu.score)}
     scores |= {name: 100 * sum(each[name].fmeasure for each in rouge) / len(rouge) for name in _ROUGE}
     if has_wordnet():

@@ -34,7 +34,7 @@ from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankCo
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
-from minilm_cache.models.load import is_classifier, load_model, read_config
+from minilm_cache.models.load import IN_FLOAT32, is_classifier, load_model, read_config
 from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, storage_errors
@@ -120,13 +120,14 @@ def _hard_negatives(
 
     The margin is from the relevant document that is farthest, as sentence-transformers takes it. A document
     is none of them if it is the query, or relevant to a query with the same words. White space and capital
-    letters do not count.
+    letters do not count. Of documents with the same words one is taken.
     """
     (queries, documents), names = vectors, list(data.documents)
     names_at = {name: at for at, name in enumerate(names)}
     places, right_of = defaultdict[str, list[int]](list), defaultdict[str, set[str]](set)
     for at, text in enumerate(data.documents.values()):
         places[words_of(text)].append(at)
+    repeated = [at for same in places.values() for at in same[1:]]
     for query, text in data.queries.items():
         right_of[words_of(text)] |= {words_of(data.documents[name]) for name in data.right[query]}
     found = dict[str, list[str]]()
@@ -134,6 +135,7 @@ def _hard_negatives(
         cosines, words = documents @ vector, words_of(text)
         farthest = min(float(cosines[at]) for at in map(names_at.__getitem__, data.right[query]))
         cosines[[at for known in (words, *right_of[words]) for at in places.get(known, ())]] = -np.inf
+        cosines[repeated] = -np.inf
         if query in names_at and data.is_itself(query, query):
             cosines[names_at[query]] = -np.inf
         if config.margin is not None:
@@ -230,7 +232,7 @@ def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pa
     tokenizer = model.tokenizer(config.max_length)
     if load_pooled_head(model.folder) is not None:  # a sentence encoder that was fine-tuned to score pairs
         pooled = SentenceTransformer(
-            str(model.folder), device=device, local_files_only=True, model_kwargs={"use_safetensors": True}
+            str(model.folder), device=device, local_files_only=True, model_kwargs=dict(IN_FLOAT32)
         )
         pooled.max_seq_length = min(pooled.max_seq_length or config.max_length, config.max_length)
         return lambda pairs: np.asarray(
@@ -243,7 +245,7 @@ def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pa
             max_length=config.max_length,
             activation_fn=torch.nn.Identity(),
             local_files_only=True,
-            model_kwargs={"use_safetensors": True},
+            model_kwargs=dict(IN_FLOAT32),
         )
         return partial(encoder.predict, batch_size=config.batch_size, show_progress_bar=False)
     exported = ExportedModel(model.folder, model.runtime)

@@ -26,6 +26,7 @@ from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIden
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.exported import ExportedModel
+from minilm_cache.models.files import weight_files
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -196,6 +197,8 @@ def _fitted(
     config: EvaluateConfig, model: Evaluated, kind: Kind[Any, Any], *, note: Callable[[str], None]
 ) -> tuple[Kind[Any, Any], PreTrainedTokenizerFast]:
     """Return a task as a model does it, and its tokenizer, after all checks that need no weights."""
+    if model.runtime is not None and not config.as_is:
+        weight_files(model.folder)  # refuses one that was exported, which cannot be fine-tuned
     kind = kind.as_tuned(model, config) if config.as_is else kind
     tokenizer = model.tokenizer(kind.must_read)
     if remark := kind.check(model, tokenizer):
@@ -284,9 +287,10 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
         for name, examples in track.dev.items():
             labels = [each.label for each in examples if isinstance(each, TextExample)]
             if len(labels) > 1 and len(set(labels)) == 1:
+                is_scale = isinstance(task, TextTask) and task.is_regression
+                says = "no correlation says" if is_scale else "only their accuracy says"
                 session.progress.note(
-                    f"{task.title}{language}: all examples of {name} have one label, so that only their "
-                    "accuracy says something"
+                    f"{task.title}{language}: all examples of {name} have one label, so that {says} something"
                 )
     return kind, tracks
 

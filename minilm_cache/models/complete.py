@@ -113,6 +113,8 @@ def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
     value = content[name]
     if computes_nothing(name) or name.endswith(("_token_id", "_token_ids")):
         return True
+    if (name.endswith("_token") and isinstance(value, str)) or "dropout" in name:  # what a token is called
+        return True
     if value is None or value is False or value in ("", [], {}) or _MEANS_NOTHING.get(name) == value:
         return True
     older = ("layer_norm_eps", "norm_eps", "rms_norm_eps", "layer_norm_epsilon")
@@ -308,6 +310,13 @@ _AS_HERE: Final[Mapping[str, object]] = {
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
 }
 """Settings of a Transformer module, and the only value of each that is computed here."""
+_SCORES_AS_HERE: Final[Mapping[str, object]] = {
+    **_AS_HERE,
+    "transformer_task": "sequence-classification",
+    "module_output_name": "scores",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+}
+"""The same of a cross-encoder."""
 _ANY_VALUE: Final = frozenset({"max_seq_length", "unpad_inputs"})
 """Settings that have no effect on a text's vector, or that are read elsewhere."""
 
@@ -322,7 +331,7 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
 
     Raises:
         TeacherError: it names a prompt that every text gets and the caller does not add, or settings of its
-            Transformer module that would give other vectors.
+            Transformer module that would give other vectors or scores.
     """
     prompts = _settings(folder / PROMPTS_FILE)
     prompt = read_prompts(folder).of_every_text
@@ -337,9 +346,9 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
             "done here. Remove truncate_dim in a copy of the folder; students learn shorter vectors by "
             "--matryoshka."
         )
-    file = _reading_file(folder)
+    file, as_here = _reading_file(folder), _SCORES_AS_HERE if is_cross_encoder(folder) else _AS_HERE
     for key, value in _settings(file).items():
-        if key in _ANY_VALUE or value in (None, {}, []) or _AS_HERE.get(key, object()) == value:
+        if key in _ANY_VALUE or value in (None, {}, []) or as_here.get(key, object()) == value:
             continue
         if key == "do_lower_case" and lower_cases:
             continue
@@ -370,7 +379,7 @@ def reading_files(folder: Path) -> list[Path]:
 def refuse_longer_texts(
     folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig, *, max_length: int
 ) -> None:
-    """Raise InvalidConfigError if sequences are longer than what a sentence encoder reads of a text.
+    """Raise InvalidConfigError if sequences are longer than what sentence-transformers has the model read.
 
     Args:
         folder: folder of the model.
@@ -378,16 +387,16 @@ def refuse_longer_texts(
         config: its configuration.
         max_length: most tokens of a sequence, special tokens included.
     """
-    limit = text_length(folder, tokenizer, config) if pools_texts(folder) else max_length
+    limit = text_length(folder, tokenizer, config) if (folder / MODULES).is_file() else max_length
     if max_length > limit:
         raise InvalidConfigError(
             f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "
-            f"own vectors are of no more. Use --max-length {limit} at most."
+            f"own answers are to no more. Use --max-length {limit} at most."
         )
 
 
 def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> int:
-    """Return the most tokens that a sentence encoder reads of a text, special tokens included.
+    """Return the most tokens that a sentence encoder or a cross-encoder reads, special tokens included.
 
     Raises:
         TeacherError: `max_seq_length` in its folder is not a whole number above 0.

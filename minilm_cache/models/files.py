@@ -43,6 +43,8 @@ _LIMITS: Final = {
 """Greatest value of each key of a configuration that is a size."""
 _MAX_INTEGER: Final = 2**24
 """Greatest integer that any other key of a configuration may have."""
+_MAX_WAVELENGTH: Final = 2**40
+"""Greatest base of the wavelengths of rotary positions (`rope_theta`)."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -249,7 +251,7 @@ def first_setting_that_differs(first: PreTrainedConfig, second: PreTrainedConfig
 def out_of_bounds(content: Mapping[str, Any]) -> str | None:
     """Return which value of a configuration is out of bounds, in words. None means that all are within."""
     for key, value in content.items():
-        most = _LIMITS.get(key, _MAX_INTEGER)
+        most = _LIMITS.get(key, _MAX_WAVELENGTH if key.endswith("theta") else _MAX_INTEGER)
         is_size = key in _LIMITS
         if isinstance(value, bool) or value is None:
             continue

@@ -179,6 +179,10 @@ def refuse_no_head(folder: Path, head: Head, *, name: str | None = None) -> None
         )
 
 
+IN_FLOAT32: Final[Mapping[str, Any]] = {"use_safetensors": True, "dtype": torch.float32}
+"""How sentence-transformers has to load a model: as `load_model` does, whatever its weights are stored as."""
+
+
 def load_model(
     folder: Path, head: Head | None = None, attention: str = ATTENTION, *, name: str | None = None
 ) -> PreTrainedModel:

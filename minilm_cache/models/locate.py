@@ -34,7 +34,8 @@ ALIASES: Final = {
     "bert-large": "google-bert/bert-large-uncased",
     "xlm-r-base": "FacebookAI/xlm-roberta-base",
 }
-_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_TOKENIZER_FILES: Final = ("*.json", "*.txt", "*.model")
+"""Files of a configuration and of a tokenizer on the hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
         return TeacherSource(name=folder.resolve().name, folder=folder)
     identifier = ALIASES.get(name, name)
     try:
-        patterns = ["*.json"] if without_weights else _HUB_FILES
-        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
+        files = [*_TOKENIZER_FILES, *([] if without_weights else ["*.safetensors"])]
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=files)
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise TeacherError(
             f"unknown teacher {name!r}: there is no such folder, and none on the hub ({first_line(error)}). "

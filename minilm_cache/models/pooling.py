@@ -34,7 +34,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts, read_similarity
-from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words
+from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, refuse_more_words
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
@@ -211,6 +211,12 @@ class SentencePooler(nn.Module):
             for number, (path, kind) in enumerate(modules)
         ]
         _write(folder / MODULES, listed)
+
+
+def refuse_other_scores(folder: Path) -> None:
+    """Raise TeacherError if a folder is a cross-encoder's that reads texts as they cannot be read here."""
+    if is_cross_encoder(folder):
+        refuse_other_reading(folder, lower_cases=_lower_cases(folder), adds_prompts=False)
 
 
 def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig, *, most: int | None = None) -> None:
@@ -438,8 +444,7 @@ def _has_usual_names(config: Mapping[str, object]) -> bool:
 
 def _lower_cases(folder: Path) -> bool:
     """Return whether a tokenizer makes lower case of texts, so that `do_lower_case` says nothing new."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not has_tokenizer(folder):
         return False
     normalizer = load_tokenizer(folder, has_ends=False).backend_tokenizer.normalizer
     return normalizer is not None and "A" not in normalizer.normalize_str("A")
@@ -578,6 +583,11 @@ class SentenceModel:
             )
         prompted = [prompt + text for text in texts]
         ids = self._tokenizer(prompted, truncation=True, max_length=self._max_length)["input_ids"]
+        if [] in ids:
+            raise TeacherError(
+                f"{self._folder}: its tokenizer makes no token of the text "
+                f"{texts[ids.index([])][:40]!r}, and such a text has no vector. Leave it out."
+            )
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         vectors: list[Tensor] = []
         for first in range(0, len(order), batch_size):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Int
+from tokenizers import decoders
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +123,12 @@ class OtherTokenizer(StudentTokens):
         return Inputs.of([_cut(torch.tensor(whole), most, self.pair) for whole in wholes], self.pad_token)
 
     def _texts(self, rows: Sequence[Any]) -> list[str]:
-        return [str(self._cached.decode(row, skip_special_tokens=True)) for row in rows]
+        # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
+        joins = isinstance(self._cached.backend_tokenizer.decoder, decoders.WordPiece)
+        return [
+            str(self._cached.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=joins))
+            for row in rows
+        ]
 
 
 def _cut(row: Int[Tensor, " length"], most: int, pair: PairTemplate | None) -> Int[Tensor, " cut"]:

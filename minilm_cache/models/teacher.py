@@ -23,7 +23,7 @@ from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, w
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import check_positions, draw_weights, load_model, read_config, refuse_segments
 from minilm_cache.models.locate import TeacherSource
-from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler
+from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler, refuse_other_scores
 from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity, says
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel, last_states
 from minilm_cache.models.tokenizer import load_tokenizer, refuse_ids_beyond, some_token, tokenizer_sha256
@@ -231,8 +231,9 @@ class Teacher:
 
         Raises:
             InvalidConfigError: it reads fewer tokens of a text.
-            TeacherError: see `refuse_left_padding`.
+            TeacherError: it is a cross-encoder that reads texts in another way, or see `refuse_left_padding`.
         """
+        refuse_other_scores(self.folder)
         refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length=max_length)
         self.refuse_left_padding()
 

@@ -376,21 +376,20 @@ def trim_model(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     Raises:
         TeacherError: the copy would not compute the same, because its positions depend on a number.
     """
-    size, rows = model.config.vocab_size, torch.tensor(kept)
+    rows = torch.tensor(kept)
     smaller: PreTrainedModel = type(model)(trimmed_config(model.config, kept)).eval()
     shapes = {name: weight.shape for name, weight in smaller.state_dict().items()}
-    weights = {
-        name: weight if weight.shape == shapes[name] else _rows(weight, rows, size)
-        for name, weight in model.state_dict().items()
-    }
+    weights = {name: _of_pieces(weight, shapes[name], rows) for name, weight in model.state_dict().items()}
     smaller.load_state_dict(weights)
     _refuse_other_states(model, smaller, rows)
     return smaller
 
 
-def _rows(weight: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-    assert weight.shape[0] == size, "only tables of the vocabulary become smaller"
-    return weight[rows]
+def _of_pieces(weight: torch.Tensor, shape: torch.Size, rows: torch.Tensor) -> torch.Tensor:
+    """Return a weight with some pieces only, on the axis of the vocabulary; MobileBERT's head has it last."""
+    for axis, (whole, part) in enumerate(zip(weight.shape, shape, strict=True)):
+        weight = weight if whole == part else weight.index_select(axis, rows)
+    return weight
 
 
 @torch.no_grad()

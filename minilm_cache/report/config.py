@@ -6,7 +6,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.settings import DeviceSettings
+from minilm_cache.settings import DeviceSettings, refuse_unreadable
 from minilm_cache.store.durable import refuse_file
 
 TEXT_NEEDS_TEACHER: Final = "--text needs --teacher, because the teacher must read the text. Give both."
@@ -34,6 +34,7 @@ class ReportConfig(DeviceSettings):
     def refuse_page(self, path: Path) -> None:
         """Raise the error of a page that cannot be written to a file, before anything is measured."""
         refuse_no_page(path)
+        refuse_unreadable([*self.text, self.title])
         if self.text and self.teacher is None:
             raise InvalidConfigError(TEXT_NEEDS_TEACHER)
 

@@ -281,18 +281,13 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Picture:
     ):
         rows: Rows = []
         for relation in relations:
-            probes = {
-                "head": list(enumerate(relation.heads)),
-                "eighth of the sequence": list(enumerate(relation.positions, 1)),
-                "tokens of the sequence": list(relation.lengths.items()),
-            }[by]
             rows += [
                 {
                     "relation": str(relation.kind),
                     by: place,
                     "value": probe.kl if measure == "KL (nats)" else probe.same,
                 }
-                for place, probe in probes
+                for place, probe in relation.probes[by].items()
             ]
         encoded = alt.Chart(inline_data(rows)).encode(
             x=alt.X(f"{by}:O").axis(labelAngle=0),

@@ -164,10 +164,21 @@ class RelationAgreement:
     kind: RelationKind
     heads: list[MeanAgreement]
     """Agreement of each relation head."""
-    positions: list[MeanAgreement]
-    """Agreement of rows by their position in the sequence, from its first eighth to its last."""
+    positions: list[MeanAgreement | None]
+    """Agreement of rows by their position in the sequence, from its first eighth to its last. None means that
+    sequences are so short that no row lies there."""
     lengths: Mapping[int, MeanAgreement]
     """Agreement on sequences cut to a number of tokens, by that number; the last entry is for whole ones."""
+
+    @property
+    def probes(self) -> dict[str, dict[int, MeanAgreement]]:
+        """What was measured, by the place in the model or in the text that it was measured at."""
+        eighths = {number: each for number, each in enumerate(self.positions, 1) if each is not None}
+        return {
+            "head": dict(enumerate(self.heads)),
+            "eighth of the sequence": eighths,
+            "tokens of the sequence": dict(self.lengths),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +275,10 @@ def _agreement(
                 MeanAgreement(float(kl), float(same))
                 for kl, same in zip(whole.kl.mean(0), whole.same.mean(0), strict=True)
             ],
-            positions=[whole.mean(part == number) for number in range(NUM_POSITIONS)],
+            positions=[
+                whole.mean(part == number) if bool((part == number).any()) else None
+                for number in range(NUM_POSITIONS)
+            ],
             lengths={cut: rows[kind].mean() for cut, rows in by_length.items()},
         )
 

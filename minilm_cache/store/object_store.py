@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -154,7 +155,7 @@ class BucketFiles:
         except FileNotFoundError:  # of stores that remove one by one, and end at the first that is not there
             for path in paths:
                 with suppress(FileNotFoundError):
-                    _with_retries(lambda path=path: obstore.delete(self.store, path), *_BROKEN)
+                    _with_retries(partial(obstore.delete, self.store, path), *_BROKEN)
 
     def sizes(self, path: str) -> dict[str, int]:
         """Return the paths and sizes, in bytes, of all files below a folder.

@@ -54,10 +54,7 @@ def push(root: Path, store_url: str, *, session: Session, full: bool = False) ->
     manifest = reader.manifest
     num_shards = len(reader.ranges)
     store = open_store(store_url)
-    if _is_in_a_cache(store):
-        raise InvalidConfigError(
-            f"{store.url} is, or lies in, a cache, and is no store of caches. Name another folder."
-        )
+    _refuse_inside_cache(store)
     target = store.below(cache_name(manifest.labels, manifest.identity))
     sender = _Sender(reader, target, session, full=full)
     existing = _complete_manifest(target)
@@ -115,15 +112,16 @@ def _finish(
     return whole, is_new
 
 
-def _is_in_a_cache(store: RemoteFolder) -> bool:
-    """Return whether a folder is, or lies in, a cache, even one that is damaged or unfinished."""
+def _refuse_inside_cache(store: RemoteFolder) -> None:
+    """Raise InvalidConfigError if a folder is, or lies in, a cache, be it damaged or unfinished."""
     folder: RemoteFolder | None = store
     while folder is not None:
         # Other programs have files called manifest.json, too.
         if _has(folder, BEGUN) or (_has(folder, MANIFEST) and _has(folder, "zarr.json")):
-            return True
+            raise InvalidConfigError(
+                f"{store.url} is, or lies in, a cache, and is no store of caches. Name another folder."
+            )
         folder = folder.above()
-    return False
 
 
 def _has(folder: RemoteFolder, name: str) -> bool:

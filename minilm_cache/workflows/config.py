@@ -20,6 +20,7 @@ from minilm_cache.settings import (
     ModelSettings,
     RevisionSettings,
     number_of_pieces,
+    refuse_unreadable,
     validated,
 )
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
@@ -157,6 +158,7 @@ class GenerateConfig(DecodingOptions, ModelSettings):
         Args:
             texts: texts that are given beside these settings.
         """
+        refuse_unreadable([*texts, *self.answer])
         if self.file is None and not texts:
             raise InvalidConfigError("give texts, or a file that has them: --file texts.jsonl")
         if self.file is not None and texts:

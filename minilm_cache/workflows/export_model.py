@@ -23,7 +23,7 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
 from minilm_cache.models.load import has_sides, load_model, own_head, usable_length
-from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler
+from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler, refuse_other_scores
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
@@ -116,6 +116,7 @@ def export_model(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
     _refuse_lost_head(models[0])
+    refuse_other_scores(models[0].folder)
     answers = models[0].answers or load_pooled_head(models[0].folder) is not None
     if answers and (config.data or config.retrieval):
         raise InvalidConfigError(
@@ -307,7 +308,10 @@ class _Export:
                 pairs.append((self.pooler(theirs.last_hidden_state, lengths), self.pooler(mine, lengths)))
         before, after = (torch.cat(each).double() for each in zip(*pairs, strict=True))
         if self.answers:
-            before, after = ((each - each.mean(0)).reshape(1, -1) for each in (before, after))
+            # Without what all texts have in common. What an export adds to all of them changes no order of
+            # texts by one score, and which of several classes is the likeliest.
+            common = before.mean(0), (after if after.shape[1] == 1 else before).mean(0)
+            before, after = ((before - common[0]).reshape(1, -1), (after - common[1]).reshape(1, -1))
             return float(F.cosine_similarity(before, after)), None
         cosines = F.cosine_similarity(before, after)
         return float(cosines.mean()), float(cosines.min())

@@ -14,6 +14,7 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import refuse_unreadable
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.record import load_record
 from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
@@ -58,6 +59,7 @@ def search_texts(
         raise InvalidConfigError(
             "give a question in quotes, like: minilm-cache search-text mini 'open a file'"
         )
+    refuse_unreadable(questions)
     folder = _folder(model, config.revision)
     if is_run(Path(model)):
         session.progress.note(f"searching with {folder.name}, the best student of {model}")

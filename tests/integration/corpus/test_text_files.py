@@ -183,6 +183,17 @@ def test_words_of_a_column_may_stand_elsewhere_in_a_record(tmp_path: Path) -> No
         assert list(load_corpus(str(file)).texts()) == ["a", "b"]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_names_of_a_file_are_read_as_each_of_them_says(tmp_path: Path, first: int) -> None:
+    rows = tmp_path / "notes.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
+    link = tmp_path / "notes.txt"
+    link.symlink_to(rows)
+    files = [rows, link][:: 1 - 2 * first]
+    found = {file: list(load_corpus(str(file), home=tmp_path).texts()) for file in files}
+    assert found == {rows: ["one", "two"], link: [rows.read_text()]}
+
+
 def test_parquet_is_read_by_column(tmp_path: Path) -> None:
     maps = pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64()))
     for name, table in (

@@ -303,6 +303,9 @@ def test_scores_by_counting() -> None:
     pairs = [[Counter(itertools.pairwise(text)) for text in texts] for texts in words]
     twos = [f1((a & b).total(), a.total(), b.total()) for a, b in zip(*pairs, strict=True)]
     assert found["rouge2"] == pytest.approx(np.mean(twos))
+    cats = (["the cats were running home"] * 3, ["a cat runs home"] * 3)
+    alone, beside = generation_scores(*cats), generation_scores(cats[0] + ["привет"], cats[1] + ["привет"])
+    assert beside["rouge1"] == pytest.approx((3 * alone["rouge1"] + 100) / 4)  # stems are still counted
     for text in ("привет мир друг мой хороший", "東京は日本の首都"):
         same = generation_scores([text], [text])
         assert [same[name] for name in ("rouge1", "rouge2", "rougeL")] == pytest.approx([100] * 3)

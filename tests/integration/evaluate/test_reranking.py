@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,43 @@ def test_what_is_mined_has_the_best_first_and_no_text_twice(
     (group,) = rows_of(out)
     assert group["positive"] == [other, answer]
     assert answer not in group["negative"]
+
+
+def test_no_negative_is_given_twice_under_two_names(tmp_path: Path, models: Models, command: Command) -> None:
+    rows = questions(12)
+    write_beir(tmp_path / "beir", rows)
+    with (tmp_path / "beir/corpus.jsonl").open("a") as opened:
+        for at, row in enumerate(rows):
+            opened.write(json.dumps({"_id": f"again-{at}", "text": row["answer"].upper()}) + "\n")
+    words = ("--negatives", 8, "--among", 8, "--max-length", 32, "--out", tmp_path / "mined.jsonl")
+    code, _, err = command("mine", models[0], "--retrieval", tmp_path / "beir", *words)
+    assert code == 0, err
+    for group in rows_of(tmp_path / "mined.jsonl"):
+        negatives = [text.lower() for text in group["negative"]]
+        assert len(set(negatives)) == len(negatives) == 8
+
+
+def test_how_weights_are_stored_changes_no_figure(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    """Every command computes in float32, whatever a model was saved in."""
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    for folder in (scorer, models[0]):
+        other = shutil.copytree(folder, tmp_path / f"{folder.name}-bfloat16")
+        weights = load_file(folder / "model.safetensors")
+        halves = {name: weight.bfloat16() for name, weight in weights.items()}
+        save_file(halves, other / "model.safetensors", metadata={"format": "pt"})
+        floats = {name: weight.float() for name, weight in halves.items()}
+        save_file(floats, folder / "model.safetensors", metadata={"format": "pt"})
+        settings = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    sizes = ("--candidates", 30, "--max-length", 32)
+    words = ("--retrieval", file, "--first-stage", models[0], *sizes, "--json")
+    _, one, other_one = json.loads(command("rerank", scorer, f"{scorer}-bfloat16", *words)[1])["models"]
+    assert one["ndcg_at_10"] == other_one["ndcg_at_10"]
+    words = ("embeddings", models[0], f"{models[0]}-bfloat16", "--retrieval", file, "--max-length", 32)
+    one, other_one = json.loads(command(*words, "--json")[1])["retrieval"]
+    assert one["ndcg_at_10"] == other_one["ndcg_at_10"]
 
 
 @pytest.mark.parametrize("lacking", ["classifier.weight", "classifier.bias"])

@@ -153,6 +153,7 @@ def test_what_changes_nothing_is_accepted(tmp_path: Path, weights: Weights) -> N
     }
     changed |= {"cls.seq_relationship.weight": SQUARE, "cls.predictions.bias": torch.ones(3)}
     settings = {"gradient_checkpointing": True, "pooler_type": "first", "use_bias": False, "language": "en"}
+    settings |= {"mask_token": "[MASK]", "hidden_dropout": 0.0}
     folder = folder_of_mini(tmp_path / "model", changed, **settings)
     expected = load_model(locate_teacher(MINI).folder).state_dict()
     for name, weight in load_model(folder).state_dict().items():

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import (
 
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import keep_layers, load_weights
+from minilm_cache.models.load import keep_layers, load_weights, read_config
 from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher, TeacherMemory
@@ -214,3 +215,35 @@ def test_a_narrower_student_has_narrower_heads(
     config = shape_config(parse_arch("2x16", 4), teacher.to_dict(), family)
 
     assert {name: getattr(config, name) for name in sizes} == sizes
+
+
+FILES = {"config.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.json", "model.safetensors"}
+
+
+def test_without_weights_the_hub_gives_configuration_and_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older models have their tokenizer in other files than tokenizer.json."""
+    asked: list[list[str]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for without_weights in (True, False):
+        locate_teacher("someone/model", without_weights=without_weights)
+    without, whole = (
+        {name for name in FILES if any(fnmatch(name, pattern) for pattern in patterns)} for patterns in asked
+    )
+    assert without == FILES - {"model.safetensors"}
+    assert whole == FILES
+
+
+def test_a_long_wavelength_may_be_a_whole_number(tmp_path: Path) -> None:
+    """Positions of long texts turn slowly: `rope_theta` is no size."""
+    save_teacher(tmp_path, "llama")
+    content = json.loads((tmp_path / "config.json").read_text())
+    content.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(content | {"rope_theta": 50_000_000}))
+    assert read_config(tmp_path).rope_parameters["rope_theta"] == 50_000_000

@@ -2,22 +2,26 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import nn
 
+from minilm_cache.cache import open_cache
 from minilm_cache.errors import TeacherError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.complete import is_cross_encoder
 from minilm_cache.models.load import read_config
 from minilm_cache.models.pooling import SentenceModel, copy_pooling, leaves_prompts_out, num_map_weights
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
+from minilm_cache.storage_schema.states import LOGITS
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import World, dump_arguments, save_teacher
+from tests.support import VOCABULARY, WORDS, World, dump_arguments, save_teacher
 
 
 def damaged(world: World, change: dict[str, object], file: str) -> None:
@@ -107,6 +111,69 @@ def test_damaged_modules_of_a_cross_encoder_are_an_error(tmp_path: Path) -> None
     assert is_cross_encoder(scorer)
     with pytest.raises(TeacherError, match="is not a list of modules"):
         copy_pooling(scorer, tmp_path, read_config(scorer))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "code", "says"),
+    [
+        ("sentence_bert_config.json", {}, 0, ""),
+        (PROMPTS_FILE, {"prompts": {"q": "ba "}, "default_prompt_name": "q"}, 1, "puts a prompt before"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, 1, "sets do_lower_case"),
+        (
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"text": {"truncation": "only_second"}}},
+            1,
+            "sets",
+        ),
+        ("sentence_bert_config.json", {"max_seq_length": 12}, 2, "reads 12 tokens"),
+        ("tokenizer_config.json", {"model_max_length": 16}, 2, "reads 16 tokens"),
+    ],
+)
+def test_a_cross_encoder_reads_pairs_as_its_own_predict_does_or_is_refused(
+    tmp_path: Path, command: Command, file: str, change: dict[str, Any], code: int, *, says: str
+) -> None:
+    plain, scorer, pairs = tmp_path / "plain", tmp_path / "scorer", tmp_path / "pairs.jsonl"
+    save_teacher(plain, head="sequences", num_labels=1)
+    CrossEncoder(str(plain), device="cpu", max_length=32).save_pretrained(str(scorer))
+    content = json.loads((scorer / file).read_text())
+    (scorer / file).write_text(json.dumps(content | change))
+    texts = [(f"ba {one}", f"bo {other} bi") for one, other in zip(WORDS[:40], WORDS[20:60], strict=True)]
+    pairs.write_text("".join(json.dumps({"a": one, "b": other}) + "\n" for one, other in texts))
+    dump = ("dump", "--teacher", scorer, "--corpus", pairs, "--pair-columns", "a,b", "--for", "score")
+    words = (*dump, "--max-length", 32, "--device", "cpu", "--out", tmp_path / "cache")
+    if code:
+        command.fails(*words, code=code, says=says)
+        if file == PROMPTS_FILE:
+            export = ("export-model", scorer, "--onnx", "--corpus", pairs, "--pair-columns", "a,b")
+            command.fails(*export, "--out", tmp_path / "out", code=1, says=says)
+        return
+    found, _, err = command(*words)
+    assert found == 0, err
+    stored = sorted(float(sequence.states()[LOGITS][0]) for sequence in open_cache(tmp_path / "cache"))
+    scores = CrossEncoder(str(scorer), device="cpu").predict(texts, activation_fn=nn.Identity())
+    assert stored == pytest.approx(sorted(scores.tolist()), abs=1e-5)
+
+
+def test_a_tokenizer_without_a_json_file_makes_lower_case_too(tmp_path: Path) -> None:
+    save_teacher(tmp_path)
+    save_encoder(tmp_path, "mean")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY))
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 32}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    file = tmp_path / "sentence_bert_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_lower_case": True}))
+    own: Any = SentenceTransformer(str(tmp_path), device="cpu").encode(["BA be"])
+    assert SentenceModel(tmp_path, 32).encode(["BA be"]).numpy() == pytest.approx(own, abs=1e-5)
+
+
+def test_a_text_without_tokens_is_named(tmp_path: Path) -> None:
+    save_teacher(tmp_path, "llama")
+    save_encoder(tmp_path, "mean")
+    model = SentenceModel(tmp_path, 32)
+    model._tokenizer.backend_tokenizer.post_processor = None
+    with pytest.raises(TeacherError, match="makes no token of the text"):
+        model.encode(["ba", ""])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Agreement of relations, beside attention weights as transformers hands them out."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
-from tests.support import World, save_teacher, write_corpus
+from tests.support import WORDS, World, save_teacher, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,7 @@ def test_attention_agrees_as_transformers_weights_do(trained: World) -> None:
     assert [one.same for one in attention.heads] == pytest.approx(same.mean(0).tolist())
     for number, probe in enumerate(attention.positions):
         inside = (place >= number / 8) & (place < (number + 1) / 8)
+        assert probe is not None
         assert probe.kl == pytest.approx(float(kl[inside].mean()), rel=1e-4)
     assert list(attention.lengths) == [8, 16, 32]
     assert attention.lengths[32].kl == pytest.approx(float(kl.mean()), rel=1e-4)
@@ -109,6 +111,24 @@ def test_the_report_shows_students_with_comparable_heads(trained: World, command
     )
     assert other.folder.is_dir()
     assert relation_agreement(cache, _teacher(trained), [other]) == []
+
+
+def test_short_texts_leave_some_eighths_out(tmp_path: Path, command: Command) -> None:
+    corpus = tmp_path / "records.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"{a} {b}"}) + "\n" for a in WORDS for b in WORDS[:3]))
+    world = World(tmp_path, save_teacher(tmp_path / "teacher"), corpus)
+    world.dump(packing="records", shard_tokens=1024)
+    run = world.train("run").path
+    page = tmp_path / "page.html"
+    asked = ("report", run, "--teacher", world.teacher, "--out", page, "--device", "cpu", "--json")
+    code, out, err = command(*asked)
+    assert code == 0, err
+    assert "NaN" not in out
+    found = json.loads(out)["agreement"]
+    assert all(None in one["positions"] and any(one["positions"]) for one in found)
+    specs = re.findall(r'class="spec">(.*?)</script>', page.read_text())
+    assert specs
+    assert not any("NaN" in spec for spec in specs)
 
 
 def test_without_a_teacher_the_page_says_what_it_lacks(trained: World, command: Command) -> None:

@@ -14,7 +14,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import TEACHER_PROMPTS
 from minilm_cache.store import card
 from minilm_cache.store.card import attach
-from minilm_cache.store.durable import lock_if_free
+from minilm_cache.store.durable import lock_if_free, write_file
 from minilm_cache.store.layout import SEAL_LOCK, cache_name
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
@@ -176,7 +176,7 @@ def test_a_cache_in_a_store_is_whole_at_each_moment_while_its_prompts_are_replac
 def test_a_cache_is_whole_at_each_moment_while_its_prompts_are_replaced(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, write_file = world.dump().path, card.write_file
+    cache = world.dump().path
     left = 0
 
     def or_fail(path: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
+from minilm_cache.workflows import export_model as export_module
 from minilm_cache.workflows.export_model import _texts
 from tests.conftest import Command
 from tests.encoders import save_encoder
@@ -297,8 +298,25 @@ def test_classifiers_answer_tasks_as_before(tmp_path: Path, command: Command, wo
     with torch.no_grad():
         expected = plain(**inputs).logits.numpy()
     assert np.abs(run_alone(tmp_path / "out", dict(inputs)) - expected).max() < 1e-4
-    tune = ("evaluate", tmp_path / "out", *task)
+    tune = ("evaluate", model, tmp_path / "out", *task, "--out", tmp_path / "tuned")
     command.fails(*tune, code=1, says="was exported")
+    assert not list((tmp_path / "tuned").rglob("trial.json"))  # refused before the other one is fine-tuned
+
+
+def test_a_class_whose_answers_are_shifted_is_seen(
+    tmp_path: Path, command: Command, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bias of 8 bit is: what all texts have in common decides which class is the likeliest."""
+    model = save_teacher(tmp_path / "model", head="sequences", num_labels=3, num_hidden_layers=1)
+    write_form = export_module.write_form
+
+    def shifted(*arguments: Any, **settings: Any) -> Any:
+        run, names = write_form(*arguments, **settings)
+        return (lambda inputs: run(inputs) + torch.tensor([3.0, 0.0, 0.0])), names
+
+    monkeypatch.setattr(export_module, "write_form", shifted)
+    words = ("export-model", model, "--onnx", *FEW, "--corpus", world.corpus, "--out", tmp_path / "out")
+    command.fails(*words, code=1, says="--min-cosine")
 
 
 def test_a_student_is_fitted_to_its_own_cache(world: World, tmp_path: Path, command: Command) -> None:

@@ -182,6 +182,14 @@ def test_tasks_take_what_the_cluster_has(cluster: RayCluster) -> None:
         RayCluster(gpus_per_task=0.5)
 
 
+def test_an_address_without_a_cluster_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself asks it for minutes."""
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:99999"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(InvalidConfigError, match=f"RAY_ADDRESS {address}"):
+            RayCluster()
+
+
 def test_engines_that_are_not_known_are_refused(world: World, command: Command) -> None:
     study = document(world)
     command.fails("study", study, "--engine", "spark", code=2, says="unknown engine. Use ray")

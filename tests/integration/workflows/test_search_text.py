@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.report.config import ReportConfig
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import load_record
@@ -133,3 +135,19 @@ def test_texts_are_read_as_far_as_the_model_reads_them(
     scores = model.similarity(model.encode_query([longer]), model.encode_document(TEXTS)).numpy()
     (found,) = json.loads(out)["questions"][0]["found"]
     assert found["score"] == pytest.approx(float(scores.max()), abs=1e-5)
+
+
+def test_a_text_that_is_not_utf_8_is_one_line(
+    tmp_path: Path, corpus: Path, encoder: Path, command: Command
+) -> None:
+    """As bytes of another encoding come in through a command line."""
+    odd = "ba \udcff"
+    for words in (
+        ("search-text", encoder, odd, "--corpus", corpus),
+        ("generate", encoder, odd),
+        ("generate", encoder, "ba", "--answer", odd),
+    ):
+        command.fails(*words, code=2, says="no text in UTF-8")
+    for settings in ({"teacher": "mini", "text": (odd,)}, {"title": odd}):
+        with pytest.raises(InvalidConfigError, match="no text in UTF-8"):
+            validated(ReportConfig, settings).refuse_page(tmp_path / "page.html")

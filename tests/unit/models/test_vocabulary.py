@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFa
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.student_tokens import Vocabulary
+from minilm_cache.models.student_tokens import OtherTokenizer, Vocabulary
 from minilm_cache.models.vocabulary import Pieces, trim_model
 from minilm_cache.settings import asked_vocabulary
 
@@ -223,6 +223,28 @@ def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
     assert (spelled.ids[~spelled.valid] == vocabulary.tokenizer.pad_token_id).all()
 
 
+def test_a_head_whose_last_axis_is_the_vocabulary_is_trimmed_there() -> None:
+    """MobileBERT's for masked tokens, with embeddings that are narrower than its states."""
+    config = AutoConfig.for_model(
+        "mobilebert",
+        vocab_size=40,
+        hidden_size=32,
+        embedding_size=16,
+        num_hidden_layers=1,
+        intra_bottleneck_size=16,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    kept = [*range(6), *range(10, 30)]
+    smaller = trim_model(model, kept)
+    places = torch.arange(len(kept))[None]
+    with torch.no_grad():
+        found = smaller(input_ids=places).logits
+        expected = model(input_ids=torch.tensor(kept)[places]).logits[..., kept]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("has_unknown", [True, False])
 def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: bool) -> None:
     """Without one they would be read as the first piece, whatever that is."""
@@ -240,6 +262,17 @@ def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: b
         return
     with pytest.raises(InvalidConfigError, match="this tokenizer has no unknown token"):
         some.check_places(reads_texts=False)
+
+
+def test_texts_that_are_written_from_word_pieces_have_their_signs_where_people_put_them() -> None:
+    own = PreTrainedTokenizerFast(tokenizer_object=bpe(), **NAMES)
+    tokenizer = Tokenizer(models.WordPiece({"<unk>": 0, "it": 1, "'": 2, "s": 3, "is": 4, "n": 5, "t": 6}))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    cached = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    read = OtherTokenizer(cached, own).read(Inputs.full(torch.tensor([[1, 2, 3]])), 20)
+
+    assert own.decode(read.ids[0], skip_special_tokens=True).strip() == "it's"
 
 
 def test_a_file_lists_pieces(tmp_path: Path) -> None:
