@@ -237,8 +237,8 @@ def test_how_weights_are_stored_changes_no_figure(
     words = ("--retrieval", file, "--first-stage", models[0], *sizes, "--json")
     _, one, other_one = json.loads(command("rerank", scorer, f"{scorer}-bfloat16", *words)[1])["models"]
     assert one["ndcg_at_10"] == other_one["ndcg_at_10"]
-    words = ("embeddings", models[0], f"{models[0]}-bfloat16", "--retrieval", file, "--max-length", 32)
-    one, other_one = json.loads(command(*words, "--json")[1])["retrieval"]
+    both = ("embeddings", models[0], f"{models[0]}-bfloat16", "--retrieval", file, "--max-length", 32)
+    one, other_one = json.loads(command(*both, "--json")[1])["retrieval"]
     assert one["ndcg_at_10"] == other_one["ndcg_at_10"]
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
 
 from minilm_cache.deploy.config import ExportModelConfig
+from minilm_cache.deploy.forms import write_form
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.exported import ExportedModel
@@ -25,7 +26,6 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from minilm_cache.workflows import export_model as export_module
 from minilm_cache.workflows.export_model import _texts
 from tests.conftest import Command
 from tests.encoders import save_encoder
@@ -308,13 +308,12 @@ def test_a_class_whose_answers_are_shifted_is_seen(
 ) -> None:
     """As a bias of 8 bit is: what all texts have in common decides which class is the likeliest."""
     model = save_teacher(tmp_path / "model", head="sequences", num_labels=3, num_hidden_layers=1)
-    write_form = export_module.write_form
 
     def shifted(*arguments: Any, **settings: Any) -> Any:
         run, names = write_form(*arguments, **settings)
         return (lambda inputs: run(inputs) + torch.tensor([3.0, 0.0, 0.0])), names
 
-    monkeypatch.setattr(export_module, "write_form", shifted)
+    monkeypatch.setattr("minilm_cache.workflows.export_model.write_form", shifted)
     words = ("export-model", model, "--onnx", *FEW, "--corpus", world.corpus, "--out", tmp_path / "out")
     command.fails(*words, code=1, says="--min-cosine")
 
