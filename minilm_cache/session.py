@@ -16,7 +16,7 @@ from minilm_cache.settings import cache_home, refuse_url
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
-_NOTHING_KEPT: Final = "interrupted: nothing is kept. Run the same command again."
+NOTHING_KEPT: Final = "interrupted: nothing is kept. Run the same command again."
 
 
 @runtime_checkable
@@ -149,13 +149,13 @@ class Session:
         """
         return cache_home() if self._home is None else self._home
 
-    def stop_if_asked(self, message: str = _NOTHING_KEPT) -> None:
+    def stop_if_asked(self, message: str = NOTHING_KEPT) -> None:
         """Raise InterruptedRunError, with a message that says what is kept, if a stop was requested."""
         if self.should_stop():
             raise InterruptedRunError(message)
 
     def parts(
-        self, items: Sequence[Item], size: int, message: str = _NOTHING_KEPT
+        self, items: Sequence[Item], size: int, message: str = NOTHING_KEPT
     ) -> Iterator[Sequence[Item]]:
         """Yield items in parts of `size`, and count each part as progress when it is done.
 

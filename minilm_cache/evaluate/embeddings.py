@@ -1,6 +1,6 @@
 """Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
-from minilm_cache.session import ALONE, Session
+from minilm_cache.session import ALONE, NOTHING_KEPT, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, prepare_new, refuse_file
 from minilm_cache.store.layout import CARD
 from minilm_cache.train.folder import refuse_run_as_teacher
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from mteb import AbsTask
 
 Vectors = npt.NDArray[np.float64]
+_KEPT: Final = "interrupted: models that were saved are kept. Run it again with another --save."
 """Unit vectors, `(texts, width)`."""
-_BATCHES_OF_A_PART: Final = 16
+BATCHES_OF_A_PART: Final = 16
 """Batches that are encoded between two steps of the progress bar."""
 
 
@@ -111,8 +112,9 @@ def compare_embeddings(
     for model in models:
         encoder = sentence_encoder(model, config.max_length, str(device))
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
-            parts = list(_encoded(encoder, texts, config, session=session))
-        vectors = np.concatenate(parts).astype(np.float64)
+            vectors = encoded(
+                encoder.encode, texts, config.batch_size, session=session, message=_KEPT
+            ).astype(np.float64)
         refuse_no_direction(vectors, model.name)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # a dot product's are not of unit length
         teacher = vectors if teacher is None else teacher
@@ -140,13 +142,28 @@ def refuse_no_direction(vectors: npt.NDArray[np.floating[Any]], name: str) -> No
         )
 
 
-def _encoded(
-    encoder: SentenceTransformer, texts: Sequence[str], config: EmbeddingsConfig, *, session: Session
-) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the vectors of texts in parts; an encoder puts texts of like length of a part into one batch."""
-    kept = "interrupted: models that were saved are kept. Run it again with another --save."
-    for part in session.parts(texts, _BATCHES_OF_A_PART * config.batch_size, kept):
-        yield encoder.encode(list(part), batch_size=config.batch_size, show_progress_bar=False)
+def encoded(
+    encode: Callable[..., Any],
+    texts: Sequence[str],
+    batch_size: int,
+    *,
+    session: Session,
+    message: str = NOTHING_KEPT,
+) -> npt.NDArray[np.float32]:
+    """Return the vectors of texts, `(texts, width)`.
+
+    Args:
+        encode: method of a sentence-transformer, which puts texts of like length into one batch.
+        texts: the texts.
+        batch_size: texts of a forward pass.
+        session: its progress advances. Its `should_stop` is called before each part; True stops.
+        message: what the error then says.
+    """
+    parts = [
+        encode(list(part), batch_size=batch_size, show_progress_bar=False)
+        for part in session.parts(texts, BATCHES_OF_A_PART * batch_size, message)
+    ]
+    return np.concatenate(parts).astype(np.float32)
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:

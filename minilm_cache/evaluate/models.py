@@ -261,3 +261,17 @@ def find_models(
         else []
     )
     return models + shapes
+
+
+def find_model(name: str, revision: str | None, *, note: Callable[[str], None]) -> Evaluated:
+    """Return the one model that a name stands for; arguments and errors: see `find_models`.
+
+    Raises:
+        InvalidConfigError: the name stands for several models.
+    """
+    models = find_models([name], revision, note=note)
+    if len(models) != 1:
+        raise InvalidConfigError(
+            f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
+        )
+    return models[0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
 from minilm_cache.corpus.formats import words_of
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.embeddings import BATCHES_OF_A_PART
+from minilm_cache.evaluate.models import Evaluated, find_model, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.retrieval import (
     Measured,
@@ -38,9 +38,6 @@ from minilm_cache.models.load import IN_FLOAT32, is_classifier, load_model, read
 from minilm_cache.models.outline import no_reranker
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, storage_errors
-
-_BATCHES_OF_A_PART: Final = 16
-
 
 Pairs = Sequence[tuple[str, str]]
 """Queries with documents."""
@@ -149,18 +146,14 @@ def _encoded(
     data: OwnData, name: str, config: OwnDataSettings, *, session: Session
 ) -> tuple[Vectors, Vectors]:
     """Return a sentence encoder's vectors of the queries and of the documents."""
-    models = find_models([name], config.revision, note=session.progress.note)
-    if len(models) != 1:
-        raise InvalidConfigError(
-            f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
-        )
-    if is_classifier(read_config(models[0].folder)) and not models[0].pools:
+    model = find_model(name, config.revision, note=session.progress.note)
+    if is_classifier(read_config(model.folder)) and not model.pools:
         raise InvalidConfigError(
             f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors. "
             "Name a sentence encoder, such as mini."
         )
     session.progress.start("embed", len(data.queries) + len(data.documents), "texts")
-    return vectors_of(models[0], data, config, session=session)
+    return vectors_of(model, data, config, session=session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +268,7 @@ def _reranked(
     order = np.argsort([len(one) + len(other) for one, other in texts], kind="stable")[::-1]
     scores, started = np.empty(len(texts)), time.perf_counter()
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
-        for part in session.parts(order.tolist(), _BATCHES_OF_A_PART * config.batch_size):
+        for part in session.parts(order.tolist(), BATCHES_OF_A_PART * config.batch_size):
             scores[part] = score([texts[at] for at in part])
     pairs_per_s = len(texts) / (time.perf_counter() - started)
     if not np.isfinite(scores).all():  # which have no order

@@ -1,14 +1,14 @@
 """Retrieval on data of one's own: how often the nearest documents are the right ones, with intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import needs
-from minilm_cache.evaluate.embeddings import refuse_no_direction, sentence_encoder
+from minilm_cache.evaluate.embeddings import encoded, refuse_no_direction, sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.settings import EmbeddingsConfig, OwnDataSettings
@@ -27,7 +27,6 @@ _MEASURES: Final = {"ndcg_at_10": "ndcg_cut_10", "mrr_at_10": "recip_rank", "rec
 _NEAREST: Final = 100
 _QUERIES_AT_ONCE: Final = 256
 _RESAMPLES: Final = 2000
-_BATCHES_OF_A_PART: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +102,16 @@ def vectors_of(
     device = choose_device(config.device)
     encoder = sentence_encoder(model, config.max_length, str(device))
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
-        queries = _encoded(encoder.encode_query, list(data.queries.values()), config, session=session)
-        documents = _encoded(encoder.encode_document, list(data.documents.values()), config, session=session)
+        queries, documents = (
+            encoded(encode, list(texts.values()), config.batch_size, session=session)
+            for encode, texts in (
+                (encoder.encode_query, data.queries),
+                (encoder.encode_document, data.documents),
+            )
+        )
     for vectors in (queries, documents):
         refuse_no_direction(vectors, model.name)
     return queries, documents
-
-
-def _encoded(
-    encode: Callable[..., Any],
-    texts: Sequence[str],
-    config: EmbeddingsConfig | OwnDataSettings,
-    *,
-    session: Session,
-) -> Vectors:
-    parts = [
-        encode(list(part), batch_size=config.batch_size, show_progress_bar=False)
-        for part in session.parts(texts, _BATCHES_OF_A_PART * config.batch_size)
-    ]
-    return np.concatenate(parts).astype(np.float32)
 
 
 Ranked = dict[str, dict[str, float]]

@@ -18,7 +18,7 @@ from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
 from minilm_cache.deploy.forms import Form, write_form
 from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfigError
-from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.models import Evaluated, find_model
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
@@ -110,21 +110,17 @@ def export_model(
         InterruptedRunError: a stop was requested.
     """
     prepare_new(out)
-    models = find_models([name], config.revision, note=session.progress.note)
-    if len(models) != 1:
-        raise InvalidConfigError(
-            f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
-        )
-    _refuse_lost_head(models[0])
-    refuse_other_scores(models[0].folder)
-    answers = models[0].answers or load_pooled_head(models[0].folder) is not None
+    model = find_model(name, config.revision, note=session.progress.note)
+    _refuse_lost_head(model)
+    refuse_other_scores(model.folder)
+    answers = model.answers or load_pooled_head(model.folder) is not None
     if answers and (config.data or config.retrieval):
         raise InvalidConfigError(
-            f"--retrieval and --data are about vectors, and {models[0].name} answers. Leave them out, and "
+            f"--retrieval and --data are about vectors, and {model.name} answers. Leave them out, and "
             "measure it by `minilm-cache rerank` or `evaluate --as-is`."
         )
-    export = _Export.of(config, models[0], session, answers=answers)
-    texts = list(islice(_texts(config, models[0], session), 2 * config.texts))
+    export = _Export.of(config, model, session, answers=answers)
+    texts = list(islice(_texts(config, model, session), 2 * config.texts))
     if len(texts) < _FEWEST:
         raise InvalidConfigError(
             f"--corpus has {len(texts)} texts, and at least {_FEWEST} are needed to fit and to judge an "
