@@ -102,7 +102,7 @@ def print_summary(summary: "pa.Table") -> None:
 
     Names that all rows share are printed once, so that both tables fit a terminal.
     """
-    from minilm_cache.report.tables import NAMES, SCORE, measures, row_names  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.report.tables import NAMES, SCORE, heading_of, measured_text, measures, row_names  # noqa: PLC0415 - it takes seconds
 
     rows = summary.to_pylist()
     differing, shared = row_names(summary)
@@ -116,8 +116,11 @@ def print_summary(summary: "pa.Table") -> None:
     nats = ". KLs are in nats" * any(name.startswith("kl_") for name in measured)
     print_table(
         f"Measured on held-out sequences{scores}: mean over seeds +- standard deviation{nats}",
-        [*headings, *map(_heading, measured), "seeds"],
-        [[*names, *_kls(row, measured), str(row["seeds"])] for names, row in zip(named, rows, strict=True)],
+        [*headings, *map(heading_of, measured), "seeds"],
+        [
+            [*names, *(measured_text(row, name) for name in measured), str(row["seeds"])]
+            for names, row in zip(named, rows, strict=True)
+        ],
     )
     print_table(
         "Speed: of the teacher = 1. Read: by the whole pass. Seconds: a student's share of its pass",
@@ -127,22 +130,6 @@ def print_summary(summary: "pa.Table") -> None:
             for names, row in zip(named, rows, strict=True)
         ],
     )
-
-
-def _heading(column: str) -> str:
-    words = {"masked_agreement": "masked tokens like the teacher", "held_out_loss": "held-out loss"}
-    words["kl_common"] = "KL, attention + value"
-    return words.get(column, f"KL, {column[3:]}" if column.startswith("kl_") else column.partition(": ")[2])
-
-
-def _kls(row: dict[str, Any], measured: list[str]) -> list[str]:
-    """Return the measured KLs of a row, with their deviations where there are several seeds."""
-    spreads = [row[f"{column}_stddev"] for column in measured]
-    digits = [1 if column.startswith("score: ") else 4 for column in measured]
-    return [
-        number_text(row[column], places) + ("" if spread is None else f" +- {spread:.{places}f}")
-        for column, spread, places in zip(measured, spreads, digits, strict=True)
-    ]
 
 
 def _costs(row: dict[str, Any]) -> list[str]:

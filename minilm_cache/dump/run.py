@@ -203,7 +203,7 @@ def outside_identity(
         session.progress.note(
             "the teacher's prompts or its similarity are others than in this cache, which gets those of now"
         )
-        yield TEACHER_PROMPTS, teacher.prompts_file or Prompts({}, None).to_json()
+        yield TEACHER_PROMPTS, teacher.prompts_file or Prompts({}).to_json()
     if config.keep_weights:
         yield TEACHER_WEIGHTS, teacher.half_weights()
 

@@ -23,7 +23,7 @@ from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import IN_FLOAT32, read_config, usable_length
 from minilm_cache.models.pooling import load_pooler
-from minilm_cache.models.prompts import read_prompts, read_similarity
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, NOTHING_KEPT, Session
@@ -211,12 +211,11 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         for layer in pooler.dense
     ]
     prompts = read_prompts(model.folder)
-    similarity = read_similarity(model.folder)
-    has_units = pooler.normalize or similarity != "dot"
+    has_units = pooler.normalize or prompts.similarity != "dot"
     return SentenceTransformer(
         modules=[transformer, pooling, *dense, *([Normalize()] if has_units else [])],
         device=device,
-        similarity_fn_name=similarity,
+        similarity_fn_name=prompts.similarity,
         prompts=prompts.by_name,
         default_prompt_name=prompts.default,
     )

@@ -33,7 +33,7 @@ from minilm_cache.models.files import library_errors
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
-from minilm_cache.models.prompts import read_prompts, read_similarity
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, refuse_more_words
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
@@ -251,7 +251,7 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig, *, most: 
         max_length = text_length(source, tokenizer, config)
         pooler.save(folder, hidden_size=config.hidden_size, max_length=min(max_length, most or max_length))
     if (source / PROMPTS_FILE).is_file():
-        (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json(read_similarity(source)))
+        (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json())
 
 
 def projection_to(width: int, hidden_size: int, *, bias: bool = True) -> list[DenseLayer]:
@@ -550,7 +550,7 @@ class SentenceModel:
         else:  # a file that was exported cannot be asked, and its tokenizer names its limit
             limit = min(limit, self._tokenizer.model_max_length)
         self._max_length, self._prompts = limit, read_prompts(folder)
-        self._has_units = read_similarity(folder) != "dot"
+        self._has_units = self._prompts.similarity != "dot"
 
     @property
     def num_parameters(self) -> int:

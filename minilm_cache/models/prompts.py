@@ -1,4 +1,4 @@
-"""Prompts of sentence encoders: words before every text, which say what the text is for."""
+"""Prompts of sentence encoders, which are words before every text, and what compares their vectors."""
 
 import json
 from pathlib import Path
@@ -17,26 +17,24 @@ _MAX_CHARACTERS: Final = 4096
 
 
 class Prompts(NamedTuple):
-    """The prompts of a sentence encoder."""
+    """The prompts of a sentence encoder, and what compares its vectors."""
 
     by_name: dict[str, str]
     """Prompts by their names, such as `query` and `document`."""
-    default: str | None
+    default: str | None = None
     """Name of the prompt that every text gets. None means that texts get none."""
+    similarity: Literal["dot"] | None = None
+    """What compares two vectors. None means the cosine."""
 
     @property
     def of_every_text(self) -> str:
         """The prompt that every text gets, or an empty text."""
         return "" if self.default is None else self.by_name[self.default]
 
-    def to_json(self, similarity: str | None = None) -> bytes:
-        """Return the prompts as the content of a file of sentence-transformers.
-
-        Args:
-            similarity: name of the function that compares two vectors. None means the cosine.
-        """
+    def to_json(self) -> bytes:
+        """Return the prompts as the content of a file of sentence-transformers."""
         content: dict[str, object] = {"prompts": self.by_name, "default_prompt_name": self.default}
-        content |= {} if similarity is None else {"similarity_fn_name": similarity}
+        content |= {} if self.similarity is None else {"similarity_fn_name": self.similarity}
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -44,40 +42,11 @@ def read_prompts(folder: Path) -> Prompts:
     """Return the prompts that a folder declares; a folder without the file has none.
 
     Raises:
-        TeacherError: the file is damaged, or its default is no prompt of its own.
+        TeacherError: the file is damaged; see `prompts_of`.
     """
     file = folder / PROMPTS_FILE
     content = read_json(file) if file.exists() else {}
     return prompts_of(content, str(file))
-
-
-def read_similarity(folder: Path) -> Literal["dot"] | None:
-    """Return what compares two vectors of a folder's model, as its file says. None means the cosine.
-
-    Raises:
-        TeacherError: the file is damaged, or names a function that is neither `cosine` nor `dot`.
-    """
-    file = folder / PROMPTS_FILE
-    return similarity_of(read_json(file) if file.exists() else {}, str(file))
-
-
-def similarity_of(content: object, where: str) -> Literal["dot"] | None:
-    """Return what compares two vectors, as the content of a file says. None means the cosine.
-
-    Args:
-        content: what the file holds, which may be a stranger's.
-        where: the file, for messages.
-
-    Raises:
-        TeacherError: it names a function that is neither `cosine` nor `dot`.
-    """
-    found = content.get("similarity_fn_name") if isinstance(content, dict) else None
-    if found not in (None, "cosine", "dot"):
-        raise TeacherError(
-            f"{where} compares vectors by {str(found)[:40]!r}, which is not done here. Set "
-            "similarity_fn_name to cosine or dot, or leave it out."
-        )
-    return "dot" if found == "dot" else None
 
 
 def prompts_of(content: object, where: str) -> Prompts:
@@ -88,7 +57,8 @@ def prompts_of(content: object, where: str) -> Prompts:
         where: the file, for messages.
 
     Raises:
-        TeacherError: the content does not describe prompts.
+        TeacherError: the content does not describe prompts, its default is none of them, or vectors are
+            compared by a function that is neither `cosine` nor `dot`.
     """
     document = content if isinstance(content, dict) else {}
     listed, default = document.get("prompts", {}) or {}, document.get("default_prompt_name")
@@ -104,7 +74,13 @@ def prompts_of(content: object, where: str) -> Prompts:
             f"{where}: its default_prompt_name {str(default)[:40]!r} is not among its prompts "
             f"({', '.join(listed) or 'none'}). Correct it."
         )
-    return Prompts(dict(listed), default)
+    found = document.get("similarity_fn_name")
+    if found not in (None, "cosine", "dot"):
+        raise TeacherError(
+            f"{where} compares vectors by {str(found)[:40]!r}, which is not done here. Set "
+            "similarity_fn_name to cosine or dot, or leave it out."
+        )
+    return Prompts(dict(listed), default, "dot" if found == "dot" else None)
 
 
 def says(content: bytes | None, where: str) -> tuple[object, ...]:
@@ -123,7 +99,7 @@ def says(content: bytes | None, where: str) -> tuple[object, ...]:
         raise TeacherError(f"{where} is not JSON. Save the model again.") from error
     prompts = prompts_of(document, where)
     worded = {name: text for name, text in prompts.by_name.items() if text}
-    return worded, prompts.of_every_text, similarity_of(document, where)
+    return worded, prompts.of_every_text, prompts.similarity
 
 
 def chosen_prompt(folder: Path, *, name: str | None, text: str | None, has_default: bool) -> str | None:

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -56,6 +57,22 @@ _BAD_CONFIG: Final = (
     ValueError,
 )
 """Errors that transformers raises on configurations that do not describe a model."""
+
+
+@contextmanager
+def _usable() -> Iterator[None]:
+    """Raise CacheCorruptError where a configuration does not describe a model."""
+    try:
+        yield
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+
+
+def _config_of(family: str, content: Mapping[str, Any]) -> PreTrainedConfig:
+    with _usable():
+        config = AutoConfig.for_model(family, **content)
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheManifest) -> PreTrainedConfig:
@@ -117,12 +134,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         sizes["embedding_size"] = shape.embedding_size
     attribute_names = CONFIG_MAPPING[family].attribute_map
     kept |= {attribute_names.get(name, name): size for name, size in sizes.items()}
-    try:
-        config = AutoConfig.for_model(family, **kept)
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
-    assert isinstance(config, PreTrainedConfig)
-    return config
+    return _config_of(family, kept)
 
 
 def _sizes_of_heads(kept: Mapping[str, Any], shape: StudentShape) -> dict[str, int]:
@@ -206,21 +218,15 @@ def _bottleneck_config(
             f"{_names_with('has_bottlenecks')} have. Leave out :b{bottleneck}."
         )
     shared = {name: kept[name] for name in _SHARED_FIELDS if name in kept}
-    try:
-        config = AutoConfig.for_model(
-            "mobilebert",
-            **shared,
-            num_hidden_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_heads,
-            intermediate_size=shape.ffn_size,
-            intra_bottleneck_size=bottleneck,
-            embedding_size=shape.embedding_size,
-        )
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
-    assert isinstance(config, PreTrainedConfig)
-    return config
+    sizes = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.ffn_size,
+        "intra_bottleneck_size": bottleneck,
+        "embedding_size": shape.embedding_size,
+    }
+    return _config_of("mobilebert", {**shared, **sizes})
 
 
 def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig:
@@ -233,13 +239,7 @@ def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig
     Raises:
         CacheCorruptError: it is not that of the teacher in the manifest.
     """
-    family = manifest.identity.teacher.model_type
-    try:
-        config = AutoConfig.for_model(family, **_read_teacher_config(document, manifest))
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
-    assert isinstance(config, PreTrainedConfig)
-    return config
+    return _config_of(manifest.identity.teacher.model_type, _read_teacher_config(document, manifest))
 
 
 def class_names(document: bytes, manifest: CacheManifest) -> dict[int, str]:
@@ -276,7 +276,7 @@ def _last_of(values: list[Any], shape: StudentShape) -> list[Any]:
 def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
     """Read the teacher's configuration, without the keys that would choose code or attention."""
     teacher, longest = manifest.identity.teacher, manifest.identity.packing.max_length
-    try:
+    with _usable():
         content = json.loads(document)
         problem = out_of_bounds(content)
         if problem is not None:
@@ -291,8 +291,6 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
             and (positions_of(config) or longest) >= longest
             and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
         )
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
     if not plausible:
         raise _unusable("it does not belong to the teacher that the manifest names")
     return kept
@@ -334,13 +332,10 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
         DeviceError: the model is too large for memory.
         CacheCorruptError: the configuration does not describe a model.
     """
-    try:
+    with _usable():
         _refuse_oversized(config, attention, head)
         with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
-            model = draw_weights(config, head, attention=attention)
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
-    return model
+            return draw_weights(config, head, attention=attention)
 
 
 def _refuse_oversized(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
@@ -365,11 +360,8 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
     Raises:
         CacheCorruptError: the configuration does not describe a model.
     """
-    try:
-        with torch.device("meta"):
-            model = draw_weights(config, head, attention=attention)
-    except _BAD_CONFIG as error:
-        raise _unusable(error) from error
+    with _usable(), torch.device("meta"):
+        model = draw_weights(config, head, attention=attention)
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -24,7 +24,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import check_positions, draw_weights, load_model, read_config, refuse_segments
 from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, leaves_prompts_out, load_pooler, refuse_other_scores
-from minilm_cache.models.prompts import Prompts, read_prompts, read_similarity, says
+from minilm_cache.models.prompts import Prompts, read_prompts, says
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel, last_states
 from minilm_cache.models.tokenizer import load_tokenizer, refuse_ids_beyond, some_token, tokenizer_sha256
 from minilm_cache.models.truncate import saving
@@ -201,10 +201,11 @@ class Teacher:
     @property
     def prompts_file(self) -> bytes | None:
         """Content of the file of its prompts and of its similarity. None means that it declares neither."""
-        similarity = read_similarity(self.folder)
+        prompts = self.prompts
         # Students pool all tokens: prompts that the teacher leaves out would change their vectors.
-        prompts = Prompts({}, None) if leaves_prompts_out(self.folder) else self.prompts
-        return prompts.to_json(similarity) if prompts.by_name or similarity is not None else None
+        if leaves_prompts_out(self.folder):
+            prompts = Prompts({}, similarity=prompts.similarity)
+        return None if prompts == Prompts({}) else prompts.to_json()
 
     def has_other_prompts(self, stored: bytes | None) -> bool:
         """Return whether it declares other prompts, or another similarity, than one of its caches has.

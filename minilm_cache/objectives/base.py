@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -152,7 +152,7 @@ class StudentObjective(nn.Module, ABC):
         return None
 
     @property
-    def similarity(self) -> str | None:
+    def similarity(self) -> Literal["dot"] | None:
         """Name, in sentence-transformers, of the function that compares two vectors of a student.
 
         None means the cosine, or that there are no vectors.

@@ -8,7 +8,7 @@ group, as far as a batch holds it.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ class ScoresObjective(StudentObjective):
         return self._pooler
 
     @property
-    def similarity(self) -> str | None:
+    def similarity(self) -> Literal["dot"] | None:
         """Name of the function of two vectors that is the score. None means a cross-encoder."""
         return None if self._pooler is None else "dot"
 

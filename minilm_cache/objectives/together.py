@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import tee
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class Together(StudentObjective):
         return next((each.sentence_pooler for _, each in self._each() if each.sentence_pooler), None)
 
     @property
-    def similarity(self) -> str | None:
+    def similarity(self) -> Literal["dot"] | None:
         """What compares these vectors; same as for the base."""
         return next((each.similarity for _, each in self._each() if each.similarity), None)
 

@@ -45,9 +45,10 @@ from minilm_cache.report.similarity import (
 from minilm_cache.report.tables import (
     KL_COLUMNS,
     NAMES,
-    PART,
     SCORE,
+    heading_of,
     known_scores,
+    measured_text,
     measures,
     row_names,
     students_table,
@@ -179,6 +180,7 @@ def _template() -> Template:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["figure"] = number_text
+    environment.filters["measured_text"] = measured_text
     return environment.from_string((files(_SOURCES) / "page.html").read_text(encoding="utf-8"))
 
 
@@ -192,7 +194,7 @@ def _student_values(
     scores = [name for name in measured if name.startswith(SCORE)]
     return {
         "of_teacher": _teachers_row(runs, scores, teachers_scores),
-        "num_measured": len(measured) - len(scores),
+        "measured": {name: heading_of(name) for name in measured},
         "assistants": {
             run.name: run.cache.manifest.labels.teacher for run in runs if not run.is_compared_with_own
         },
@@ -201,12 +203,7 @@ def _student_values(
         "students": summary.to_pylist(),
         "names": {name: NAMES[name] for name in differing},
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
-        "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
-        "has_loss": "held_out_loss" in measured,
-        "has_common": "kl_common" in measured,
-        "parts": [name for name in measured if name.startswith(PART)],
-        "scores": scores,
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
 

@@ -33,7 +33,7 @@ from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256,
 from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
-from minilm_cache.wording import Place
+from minilm_cache.wording import Place, number_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -436,6 +436,30 @@ def measures(summary: pa.Table) -> list[str]:
     if any(summary[name].equals(summary["held_out_loss"]) for name in names if name.startswith(PART)):
         empty.add("held_out_loss")
     return [name for name in names if name not in empty and not (name == "held_out_loss" and all_have_kls)]
+
+
+def heading_of(column: str) -> str:
+    """Return the heading of a column of `measures`."""
+    words = {
+        "masked_agreement": "masked tokens predicted like the teacher",
+        "held_out_loss": "held-out loss",
+        "kl_common": "KL, attention + value",
+    }
+    if column.startswith(PART):
+        return f"held-out {column.removeprefix(PART)}"
+    return words.get(column, f"KL, {column[3:]}" if column.startswith("kl_") else column.removeprefix(SCORE))
+
+
+def measured_text(row: Mapping[str, Any], column: str, sign: str = "+-") -> str:
+    """Return a value of a column of `measures`, with its deviation where a row stands for several seeds.
+
+    Args:
+        row: row of a summary.
+        column: name of the column.
+        sign: what stands before the deviation.
+    """
+    digits, spread = 1 if column.startswith(SCORE) else 4, row[f"{column}_stddev"]
+    return number_text(row[column], digits) + ("" if spread is None else f" {sign} {spread:.{digits}f}")
 
 
 def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal
+from typing import Final
 
 import transformers
 from huggingface_hub import ModelCardData
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
 from minilm_cache.models.arch import own_seed
 from minilm_cache.models.locate import ALIASES, MINI, MINI_ID
-from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of, similarity_of
+from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of
 from minilm_cache.models.student_tokens import StudentTokens
 from minilm_cache.models.tap import Head
 from minilm_cache.models.tokenizer import load_tokenizer
@@ -123,7 +123,7 @@ def _save_pooling(folder: Path, trainer: StudentTrainer, *, reader: CacheReader,
     pooler, similarity = objective.sentence_pooler, objective.similarity
     learns_lengths = any(part.startswith("mse") for part in run.identity.loss)
     if pooler is not None and similarity is None and not pooler.normalize and learns_lengths:
-        _, similarity = _teacher_prompts(reader)
+        similarity = _teacher_prompts(reader).similarity
     if pooler is not None:
         pooler.save(
             folder,
@@ -133,7 +133,7 @@ def _save_pooling(folder: Path, trainer: StudentTrainer, *, reader: CacheReader,
     prompts = student_prompts(reader)
     has_prompts = prompts.by_name and (pooler is not None or manifest.labels.role_column is not None)
     if has_prompts or similarity is not None:
-        (folder / PROMPTS_FILE).write_bytes(prompts.to_json(similarity))
+        (folder / PROMPTS_FILE).write_bytes(prompts._replace(similarity=similarity).to_json())
 
 
 def student_prompts(reader: CacheReader) -> Prompts:
@@ -142,7 +142,7 @@ def student_prompts(reader: CacheReader) -> Prompts:
     Raises:
         CacheCorruptError: the prompts in the cache are damaged.
     """
-    prompts, _ = _teacher_prompts(reader)
+    prompts = _teacher_prompts(reader)
     words = reader.manifest.identity.packing.prompt
     if words is None:
         # Columns name the prompts of texts; else no text had one, and so none is the default.
@@ -154,17 +154,17 @@ def student_prompts(reader: CacheReader) -> Prompts:
     return Prompts({**prompts.by_name, known: words}, None if prompts.default is None else known)
 
 
-def _teacher_prompts(reader: CacheReader) -> tuple[Prompts, Literal["dot"] | None]:
-    """Return a teacher's prompts, and what compares its vectors, as a cache has them. None means the cosine.
+def _teacher_prompts(reader: CacheReader) -> Prompts:
+    """Return a teacher's prompts, and what compares its vectors, as a cache has them.
 
     Raises:
         CacheCorruptError: they are damaged.
     """
     if TEACHER_PROMPTS not in reader.manifest.files:
-        return Prompts({}, None), None
+        return Prompts({})
     try:
         content = json.loads(reader.attachment(TEACHER_PROMPTS))
-        return prompts_of(content, TEACHER_PROMPTS), similarity_of(content, TEACHER_PROMPTS)
+        return prompts_of(content, TEACHER_PROMPTS)
     except (ValueError, RecursionError, TeacherError) as error:
         raise CacheCorruptError(f"{TEACHER_PROMPTS} of the cache: {first_line(error)} {REMEDY}") from error
 

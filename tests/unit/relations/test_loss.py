@@ -46,14 +46,15 @@ def dense(vectors: Vectors, kind: RelationKind) -> RowTargets:
 
 def sparse(vectors: Vectors, kind: RelationKind) -> RowTargets:
     """Half of each row spread evenly, the other half as three entries, two of them on one column."""
-    index = torch.randint(0, SIZE, (3, 4, SIZE, 2), generator=torch.Generator().manual_seed(7))
+    heads = vectors.query.shape[1]
+    index = torch.randint(0, SIZE, (3, heads, SIZE, 2), generator=torch.Generator().manual_seed(7))
     seen = LENGTHS[:, None].expand(3, SIZE)
     if vectors.is_causal:
         seen = torch.minimum(seen, torch.arange(1, SIZE + 1))
     index = torch.minimum(index, (seen - 1)[:, None, :, None])
     index = torch.cat([index, index[..., :1]], -1)
     weight = torch.tensor([0.25, 0.125, 0.125], dtype=vectors.query.dtype).expand(index.shape)
-    base = (0.5 / seen.double())[:, None].expand(3, 4, SIZE).to(vectors.query.dtype)
+    base = (0.5 / seen.double())[:, None].expand(3, heads, SIZE).to(vectors.query.dtype)
     return SparseRows(index, weight.contiguous(), base, vectors.is_causal)
 
 
