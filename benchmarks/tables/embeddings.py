@@ -196,6 +196,31 @@ _LARGER = {
 """Teacher, and what students are cut from, by the name of the row."""
 
 
+def embedding_languages() -> str:
+    """Return scores of students of a multilingual encoder, between languages and in English."""
+    rows = []
+    for name, row in read("languages")["rows"].items():
+        arch, _, pieces = name.partition(", ")
+        kept = {"": "all", "texts": "those of the text"}.get(pieces, f"{pieces} of the text")
+        parallel, xnli = row["parallel"], dict(row["xnli"])
+        figures = (
+            *(parallel["english"], parallel["others"], xnli.pop("dev-en"), mean(xnli.values())),
+            *(row[score] for score in _CROWDED),
+        )
+        model = "the teacher" if arch == "teacher" else f"`{arch}`"
+        rows.append([model, kept, f"{row['num_parameters']:,}", *(f"{figure:.1f}" for figure in figures)])
+    head = [
+        "model",
+        "word pieces",
+        "parameters",
+        "translations, English",
+        "others",
+        "XNLI, English",
+        "others",
+    ]
+    return table_of([*head, "STS-B dev", "STS-B test", "retrieval, 128 tokens"], rows)
+
+
 def embedding_larger() -> str:
     """Return scores of students of larger teachers, and of two together."""
     rows = []
