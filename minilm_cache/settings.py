@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -31,6 +31,8 @@ DEFAULT_LOCAL_BYTES = 2**34
 _NUMBER: Final = re.compile(
     r"(?P<digits>[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?P<factor>[kMG]?)"
 )
+_MOST: Final = 2**63 - 1
+"""Greatest whole number of a setting."""
 _FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -112,6 +114,15 @@ class FrozenSettings(BaseModel):
     )
     group: ClassVar[str] = "Options"
     """Heading in `--help` of the options that this class declares."""
+
+    @field_validator("*")
+    @classmethod
+    def _has_no_endless_number(cls, value: object) -> object:
+        """Refuse a whole number that nothing can be counted up to."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, int) and number > _MOST for number in numbers):
+            raise ValueError(f"give at most {_MOST:,}")
+        return value
 
     def with_changes(self: Settings, **changes: object) -> Settings:
         """Return these settings with some of them changed, validated again.

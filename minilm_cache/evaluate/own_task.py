@@ -168,6 +168,8 @@ def _label(value: object, where: str) -> object:
             f"{where}: label {str(value)[:40]!r} is {kind_of(value)}. A label is one class or one value: "
             "several labels of a text are not learned here. Write each label as a text or a number."
         )
+    if isinstance(value, float) and math.isinf(value):
+        raise CorpusError(f"{where}: label {value} is no value and no class. Write a number or a word.")
     return value
 
 

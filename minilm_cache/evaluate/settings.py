@@ -178,11 +178,11 @@ class SpeedConfig(ModelSettings):
     """Settings of a comparison of speeds."""
 
     group = "Measurement"
-    batch_size: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 32)
+    batch_size: Annotated[tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(min_length=1)] = (1, 32)
     """Sequences of a forward pass. Repeat the option for several values."""
     length: Annotated[tuple[Annotated[int, Field(ge=4, le=2**16)], ...], Field(min_length=1)] = (32, 128)
     """Tokens of each sequence. Repeat the option for several values."""
-    turns: Annotated[int, Field(ge=1)] = 10
+    turns: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Timed forward passes of each model; the models take turns."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights in torch."""

@@ -225,13 +225,16 @@ def _generators(
     return runs
 
 
+_NOT_SAVED: Final = "interrupted: a comparison of speeds is not saved. Run it again."
+
+
 def _passes(
     runs: Mapping[_Key, Run], config: SpeedConfig, *, token: int, device: torch.device, session: Session
 ) -> Iterator[tuple[str, Pass]]:
     sweep = list(dict.fromkeys(product(config.batch_size, config.length)))
     session.progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
     for batch_size, length in sweep:
-        session.stop_if_asked("interrupted: a comparison of speeds is not saved. Run it again.")
+        session.stop_if_asked(_NOT_SAVED)
         with enough_memory(device, "Take a lower --batch-size or --length"):
             ids = torch.full((batch_size, length), token, device=device)
             mask = torch.ones_like(ids)
@@ -240,7 +243,9 @@ def _passes(
         for runtime in dict.fromkeys(key.runtime for key in runs):
             passes = {key: partial(run, ids, mask) for key, run in runs.items() if key.runtime == runtime}
             with enough_memory(device, "Take a lower --batch-size or --length"):
-                seconds |= seconds_in_turns(passes, device, config.turns)
+                seconds |= seconds_in_turns(
+                    passes, device, config.turns, before_each=lambda: session.stop_if_asked(_NOT_SAVED)
+                )
         session.progress.advance(len(runs) * (config.turns + 1))
         for key, latency_s in seconds.items():
             generates = key.runtime == GENERATE

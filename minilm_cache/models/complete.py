@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,7 +28,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.files import computes_nothing
+from minilm_cache.models.files import computes_nothing, header_of
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.outline import positions_of
 from minilm_cache.models.prompts import read_prompts
@@ -230,6 +232,29 @@ def _refuse_strange(
                 f"{folder} holds the same weight twice, as {seen[bare]} and {name}. Save the model again."
             )
         seen[bare] = name
+
+
+def load_floats(file: Path, *, most: int) -> dict[str, Tensor]:
+    """Return the tensors of a small file of weights.
+
+    Args:
+        file: a file in the format of safetensors, or a link to one.
+        most: number of tensors that it may have.
+
+    Raises:
+        TeacherError: one is not stored as floats, so that it is no whole weight.
+        OSError: it is missing, or not a regular file.
+        ValueError: its header is longer than it can be.
+        SafetensorError: it is not such a file.
+    """
+    header = header_of(file, most=most, follow_links=True)
+    odd = next((name for name, (_, kind) in header.items() if kind not in _FLOATS), None)
+    if odd is not None:
+        raise TeacherError(
+            f"{file}: weight {odd} is stored as {header[odd][1]}, which is not a number format of whole "
+            "weights. Give the model in float32, float16 or bfloat16."
+        )
+    return load_file(file)
 
 
 def _types(files: Sequence[Path]) -> dict[str, str]:

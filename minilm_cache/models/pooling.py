@@ -16,7 +16,7 @@ import safetensors
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -24,12 +24,13 @@ from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import (
     MODULES,
     is_cross_encoder,
+    load_floats,
     reading_files,
     refuse_other_reading,
     text_length,
 )
 from minilm_cache.models.exported import ExportedModel, load_to_run
-from minilm_cache.models.files import library_errors
+from minilm_cache.models.files import header_of, library_errors
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
@@ -289,8 +290,8 @@ def num_map_weights(folder: Path) -> int:
     """
     count = 0
     for file in map_files(folder):
-        with library_errors(f"read {file}"), safetensors.safe_open(file, "pt") as opened:
-            count += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        with library_errors(f"read {file}"):
+            count += sum(prod(shape) for shape, _ in header_of(file, most=2, follow_links=True).values())
     return count
 
 
@@ -460,7 +461,7 @@ def _read_dense(path: Path) -> DenseLayer:
         )
     file = path / "model.safetensors"
     try:
-        weights = load_file(file)
+        weights = load_floats(file, most=2)
         weight = weights["linear.weight"]
         if weight.ndim != 2 or not all(1 <= size <= _MAX_WIDTH for size in weight.shape):  # noqa: PLR2004 - a matrix
             raise TeacherError(
@@ -469,7 +470,7 @@ def _read_dense(path: Path) -> DenseLayer:
             )
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias="linear.bias" in weights)
         linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
-    except (OSError, KeyError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, IndexError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
         raise TeacherError(
             f"cannot read {file}: {first_line(error)}. Save the model again as safetensors."
         ) from error

@@ -518,7 +518,12 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 @torch.no_grad()
 def seconds_in_turns(
-    passes: Mapping[_Name, Callable[[], object]], device: torch.device, turns: int, *, repeats: int = 1
+    passes: Mapping[_Name, Callable[[], object]],
+    device: torch.device,
+    turns: int,
+    *,
+    repeats: int = 1,
+    before_each: Callable[[], None] = lambda: None,
 ) -> dict[_Name, float]:
     """Return the seconds of each pass by name: medians over turns, in each of which every pass is timed.
 
@@ -529,9 +534,11 @@ def seconds_in_turns(
         repeats: most times that a pass is timed in a turn. More than one is preceded by a pass that is not
             counted, so that the weights are in the processor's caches, as when one model serves alone. Passes
             of a quarter of a second are neither repeated nor preceded.
+        before_each: called before each turn; it may raise an error, which ends them.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in passes}
     for turn in range(turns + 1):
+        before_each()
         for name, run in passes.items():
             taken = [_seconds(run, device)]
             while repeats > 1 and len(taken) <= repeats and sum(taken) < _ENOUGH_S:

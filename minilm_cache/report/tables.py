@@ -30,7 +30,8 @@ from minilm_cache.report.compare import check_is_teacher_of, held_out_cosine, is
 from minilm_cache.report.runs import TrainedRun, folder_names, open_runs, with_short_names
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
-from minilm_cache.store.durable import regular_bytes
+from minilm_cache.store.durable import open_regular, regular_bytes
+from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
 from minilm_cache.wording import Place, number_text
@@ -258,14 +259,18 @@ def known_scores(study: Path) -> dict[str, dict[str, float]]:
     if not file.is_file():
         return {}
     try:
-        table = pq.read_table(file)
-    except (OSError, pa.ArrowException) as error:
+        with open_regular(file, follow_links=True) as opened:
+            metrics = [name for name in pq.read_schema(opened).names if name.startswith(SCORE)]
+            refuse_bomb(opened, ["run", "arch", *metrics])
+            kinds = {"run": pa.string(), "arch": pa.string(), **dict.fromkeys(metrics, pa.float64())}
+            schema = pa.schema([pa.field(name, kind, name in metrics) for name, kind in kinds.items()])
+            table = pq.read_table(opened, columns=list(kinds)).select(list(kinds)).cast(schema)
+    except (OSError, KeyError, ValueError, HeaderError, pa.ArrowException) as error:
         raise CacheCorruptError(
             f"cannot read {file}: {first_line(error)}. Run the study again; it makes the table anew."
         ) from error
-    metrics = [name for name in table.column_names if name.startswith(SCORE)]
     known: dict[str, dict[str, float]] = {}
-    for row in table.select(["run", "arch", *metrics]).to_pylist() if metrics else ():
+    for row in table.to_pylist() if metrics else ():
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
         known[f"{study.resolve() / 'runs' / row['run']}/{row['arch']}"] = scored
     return known

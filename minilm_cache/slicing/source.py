@@ -130,26 +130,28 @@ def teacher_weights(
     digest = manifest.files[TEACHER_WEIGHTS]
     key = canonical_sha256([digest.sha256, manifest.files[TEACHER_CONFIG].sha256])
     folder, sha256 = home / "teachers" / key, digest.sha256
-    if not _is_unpacked(folder, sha256):
+    config = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)
+    if not _is_unpacked(folder, sha256, config):
         with saving("write the teacher", folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):
-                if not _is_unpacked(folder, sha256):
-                    _unpack(cache, folder)
+                if not _is_unpacked(folder, sha256, config):
+                    _unpack(cache, folder, config)
     return TeacherWeights(
         folder=folder, sha256=sha256, in_words=f"teacher {label}, whose weights the cache keeps in float16"
     )
 
 
-def _is_unpacked(folder: Path, sha256: str) -> bool:
-    """Return whether a folder holds a whole model with these weights."""
+def _is_unpacked(folder: Path, sha256: str, config: PreTrainedConfig) -> bool:
+    """Return whether a folder holds a whole model with these weights, which computes as `config` says."""
     try:
-        return (folder / CONFIG).is_file() and weights_sha256(folder) == sha256
+        is_there = (folder / CONFIG).is_file() and weights_sha256(folder) == sha256
+        return is_there and first_setting_that_differs(read_config(folder), config) is None
     except TeacherError:
         return False
 
 
-def _unpack(cache: Cache, folder: Path) -> None:
+def _unpack(cache: Cache, folder: Path, config: PreTrainedConfig) -> None:
     """Write the teacher that a cache holds as a folder of a model.
 
     Raises:
@@ -159,7 +161,6 @@ def _unpack(cache: Cache, folder: Path) -> None:
     content = reader.attachment(TEACHER_WEIGHTS)
     if digest_bytes(content) != reader.manifest.files[TEACHER_WEIGHTS]:  # SHA-256 included: it names slices
         raise _unusable("are not those that the manifest names")
-    config = teacher_config(reader.attachment(TEACHER_CONFIG), reader.manifest)
     if num_weights(config, ATTENTION) > len(content):  # a float16 has two bytes, and a head may be there, too
         raise _unusable("are fewer than its configuration describes")
     with new_folder(folder) as new:

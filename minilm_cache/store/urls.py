@@ -32,8 +32,19 @@ def is_url(place: str) -> bool:
 
 
 def place_of(place: str) -> str:
-    """Return a URL as it is, and a folder as an absolute path."""
-    return place if is_url(place) else str(Path(place).resolve())
+    """Return a URL as it is, and a folder as an absolute path.
+
+    Raises:
+        InvalidConfigError: the path is not UTF-8, so that no record can name it.
+    """
+    found = place if is_url(place) else str(Path(place).resolve())
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConfigError(
+            f"{found!a}: this path is not UTF-8. Rename the folder or the file."
+        ) from error
+    return found
 
 
 def without_secrets(url: str) -> str:

@@ -25,6 +25,7 @@ from minilm_cache.slicing.slices import SlicePlan, SliceSource, has_slice, load_
 from minilm_cache.slicing.source import TeacherWeights, donor_config, teacher_weights
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.store.urls import place_of
 from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.train.config import (
     EMBEDDINGS,
@@ -467,7 +468,7 @@ def refuse_donor_of_first(
 
 def folder_of(init: str | None) -> str | None:
     """Return the folder that students begin with, made absolute. None means that `--init` names none."""
-    return None if init is None or init in (RANDOM, *FROM_TEACHER) else str(Path(init).resolve())
+    return None if init is None or init in (RANDOM, *FROM_TEACHER) else place_of(init)
 
 
 def random_weights(why: str | None = None) -> RandomWeights:

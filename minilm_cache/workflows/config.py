@@ -236,7 +236,7 @@ class SearchConfig(FrozenSettings):
     runtime: FormName = "torch"
     """What students will run in: forward passes are timed and bytes are counted in it. `export-model` writes
     the file, unless it is torch."""
-    pass_texts: Annotated[int, Field(ge=1)] = 1
+    pass_texts: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Texts of a timed forward pass."""
     pass_length: Annotated[int, Field(ge=4, le=2**16)] | None = None
     """Tokens of each text of a timed forward pass. None means 128, or as many as the cache's sequences have

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from minilm_cache.corpus.load import load_corpus
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
@@ -75,8 +75,10 @@ def search_texts(
     if len(texts) < len(corpus.documents):
         session.progress.note(f"searching the first {len(texts):,} of {len(corpus.documents):,} texts")
     session.progress.start("read", len(texts), "texts")
-    parts = [encoder.encode(part, role="document") for part in session.parts(texts, _PART)]
-    scores = encoder.encode(questions, role="query") @ torch.cat(parts).T
+    documents = torch.cat([encoder.encode(part, role="document") for part in session.parts(texts, _PART)])
+    scores = encoder.encode(questions, role="query") @ documents.T
+    if not scores.isfinite().all():  # which have no order
+        raise TeacherError(f"{model} gives vectors with NaN or infinity. Get its weights again.")
     best = scores.topk(min(config.top, len(texts)))
     return [
         [

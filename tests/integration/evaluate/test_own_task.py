@@ -238,6 +238,10 @@ def test_labels_that_no_task_is_made_of(teacher: Path, tmp_path: Path, command: 
     )
     nan = write(tmp_path / "nan.csv", [{"text": "ba", "label": "1.5"}, {"text": "be", "label": "nan"}])
     command.fails(*base, nan, "--metric", "pearson", code=1, says="label 'nan' is not a number")
+    for written in ("Infinity", "-Infinity"):
+        infinite = tmp_path / "infinite.jsonl"
+        infinite.write_text(f'{{"text": "ba", "label": 1}}\n{{"text": "be", "label": {written}}}\n')
+        command.fails(*base, infinite, code=1, says="is no value and no class")
     alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
     command.fails(*base, alone, code=1, says="has one text")
 

@@ -1,12 +1,13 @@
 """How folders pool: as sentence-transformers does, or one line where that cannot be computed."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import nn
 
@@ -58,6 +59,26 @@ def test_weights_of_a_dense_layer_are_safetensors(world: World, command: Command
     weights = world.teacher / "2_Dense/model.safetensors"
     weights.rename(weights.with_name("pytorch_model.bin"))
     command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_a_dense_layer_of_parts_of_weights_is_refused(
+    world: World, command: Command, kind: torch.dtype
+) -> None:
+    """Loading would take codes for weights, as of another model."""
+    save_encoder(world.teacher, "mean", dense=nn.Tanh())
+    file = world.teacher / "2_Dense/model.safetensors"
+    save_file({name: (100 * each).to(kind) for name, each in load_file(file).items()}, file)
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="number format")
+
+
+@pytest.mark.timeout(60)
+def test_a_dense_layer_that_is_a_pipe_is_one_line(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean", dense=nn.Tanh())
+    file = world.teacher / "2_Dense/model.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=str(file))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -30,6 +31,7 @@ from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.plots import drawing_script
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import known_scores
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
@@ -481,6 +483,21 @@ def test_scores_of_several_studies_are_said_to_be(world: World, command: Command
         assert "those of several studies" in " ".join(said.split())
     _, out, _ = command("report", folders[0], "--out", page)
     assert "several studies" not in out + page.read_text()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"arch": ["1x16"], "score: x": [1.0]},
+        {"run": [None], "arch": ["1x16"], "score: x": [1.0]},
+        {"run": [3], "arch": [["1x16"]], "score: x": [1.0]},
+        {"run": ["r"], "arch": ["1x16"], "score: x": ["good"]},
+    ],
+)
+def test_a_table_of_scores_that_no_study_wrote_is_one_line(tmp_path: Path, table: dict[str, Any]) -> None:
+    pq.write_table(pa.table(table), tmp_path / "students.parquet")
+    with pytest.raises(CacheCorruptError, match="Run the study again"):
+        known_scores(tmp_path)
 
 
 def test_runs_of_one_name_are_told_apart(world: World, command: Command) -> None:

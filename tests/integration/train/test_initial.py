@@ -325,6 +325,25 @@ def test_a_home_that_cannot_be_written_to_does_not_hold_up_a_dump(world: World) 
     assert world.dump().manifest.complete
 
 
+@pytest.mark.parametrize("content", ["relu", "{"])
+def test_settings_of_an_unpacked_teacher_that_changed_are_written_anew(world: World, content: str) -> None:
+    """Slices are named by the cache: those of another model would stay, and pass for the teacher's."""
+    cache = world.dump(codec="dense", keep_weights=True).path
+    shutil.rmtree(world.teacher)
+    shutil.rmtree(world.home / "teachers")
+    first = _train(world, cache, "first")
+    (file,) = (world.home / "teachers").glob("*/config.json")
+    changed = (
+        json.dumps(json.loads(file.read_text()) | {"hidden_act": "relu"}) if content == "relu" else content
+    )
+    file.write_text(changed)
+    shutil.rmtree(world.home / "slices")
+    again = _train(world, cache, "again")
+    assert _begun(again) == _begun(first)
+    assert again.record.students[0].loss_before == first.record.students[0].loss_before
+    assert json.loads(file.read_text())["hidden_act"] == "gelu"
+
+
 def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
     cache = world.dump(codec="dense", keep_weights=True).path
     exact = _train(world, cache, "exact")

@@ -1,17 +1,22 @@
 """Searching a corpus with a student, beside sentence-transformers."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.models.student import seconds_in_turns
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
+from minilm_cache.store.urls import place_of
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
@@ -151,3 +156,44 @@ def test_a_text_that_is_not_utf_8_is_one_line(
     for settings in ({"teacher": "mini", "text": (odd,)}, {"title": odd}):
         with pytest.raises(InvalidConfigError, match="no text in UTF-8"):
             validated(ReportConfig, settings).refuse_page(tmp_path / "page.html")
+
+
+def test_vectors_without_numbers_have_no_order(corpus: Path, encoder: Path, command: Command) -> None:
+    weights = load_file(encoder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("intermediate.dense.weight"))
+    weights[name] = torch.full_like(weights[name], 3e38)
+    save_file(weights, encoder / "model.safetensors", metadata={"format": "pt"})
+    command.fails("search-text", encoder, "ba be", "--corpus", corpus, code=1, says="NaN or infinity")
+
+
+def test_numbers_that_nothing_is_counted_up_to_are_one_line(
+    tmp_path: Path, corpus: Path, encoder: Path, command: Command
+) -> None:
+    for words in (
+        ("search-text", encoder, "ba", "--corpus", corpus, "--max-texts"),
+        ("train", tmp_path, "--buffer-shards"),
+        ("chain", tmp_path, "--arch", "1x16", "--buffer-shards"),
+        ("evaluate", encoder, "--task", "sst2", "--batch-size"),
+        ("speed", encoder, "--batch-size"),
+        ("speed", encoder, "--turns"),
+        ("search", tmp_path, "--pass-texts"),
+        ("rerank", encoder, "--retrieval", corpus, "--max-queries"),
+    ):
+        command.fails(*words, 10**30, code=2, says=("--", "give at most"))
+
+
+def test_a_comparison_of_speeds_is_stopped_between_its_turns() -> None:
+    turns = []
+
+    def stop() -> None:
+        if len(turns) == 3:
+            raise InterruptedRunError("stopped")
+
+    with pytest.raises(InterruptedRunError):
+        seconds_in_turns({"x": lambda: turns.append(1)}, torch.device("cpu"), 1000, before_each=stop)
+    assert len(turns) == 3
+
+
+def test_a_path_that_no_record_can_name_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="is not UTF-8"):
+        place_of(os.fsdecode(b"caches/\xff"))
