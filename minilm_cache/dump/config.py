@@ -432,7 +432,7 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
 
 
 PLANNED = frozenset(
-    {"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens", "signal"}
+    {"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens", "signal", "check"}
 )
 """Settings of a dump that a plan chooses itself."""
 

@@ -199,7 +199,8 @@ class RetrievalData(ColumnSettings):
     retrieval: Path | None = None
     """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
     (corpus.jsonl, queries.jsonl, qrels/test.tsv), or its file of judgements of another split. None means
-    that `--queries`, `--corpus` and `--qrels` give them, or that no retrieval is measured."""
+    that `--queries`, `--corpus` and `--qrels` give them; without these, `embeddings` measures no retrieval,
+    and `mine` and `rerank` refuse."""
     corpus: Annotated[str, Field(min_length=1)] | None = None
     """Text whose documents are searched, too: a collection that the relevant documents of `--retrieval` are
     to be found in; a file or a name as for `dump`. With `--qrels`: the .jsonl file of documents, as in BEIR's

@@ -171,8 +171,7 @@ def test_numbers_that_nothing_is_counted_up_to_are_one_line(
 ) -> None:
     for words in (
         ("search-text", encoder, "ba", "--corpus", corpus, "--max-texts"),
-        ("train", tmp_path, "--buffer-shards"),
-        ("chain", tmp_path, "--arch", "1x16", "--buffer-shards"),
+        ("train", tmp_path, "--arch", "1x16", "--buffer-shards"),
         ("evaluate", encoder, "--task", "sst2", "--batch-size"),
         ("speed", encoder, "--batch-size"),
         ("speed", encoder, "--turns"),
@@ -183,7 +182,7 @@ def test_numbers_that_nothing_is_counted_up_to_are_one_line(
 
 
 def test_a_comparison_of_speeds_is_stopped_between_its_turns() -> None:
-    turns = []
+    turns = list[int]()
 
     def stop() -> None:
         if len(turns) == 3:
