@@ -169,11 +169,15 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
     if not damaged:  # without them nothing else can be listed
         damaged = _damaged_records(source, manifest, session)
     if not damaged:
-        reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
-        files, damaged = _listed_files(reader.root, reader.manifest)
-        examine = _examiner(files, damage_of, session)
-        examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
-        damaged += filter(None, examined)
+        try:
+            reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
+        except CacheCorruptError as error:  # sound files that do not belong together
+            damaged = [Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))]
+        else:
+            files, damaged = _listed_files(reader.root, reader.manifest)
+            examine = _examiner(files, damage_of, session)
+            examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
+            damaged += filter(None, examined)
     num_bytes = sum(digest.size for _, _, digest in files)
     return Verdict(complete=True, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged))
 
