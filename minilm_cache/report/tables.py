@@ -446,7 +446,7 @@ def measures(summary: pa.Table) -> list[str]:
 def heading_of(column: str) -> str:
     """Return the heading of a column of `measures`."""
     words = {
-        "masked_agreement": "masked tokens predicted like the teacher",
+        "masked_agreement": "masked tokens like the teacher",
         "held_out_loss": "held-out loss",
         "kl_common": "KL, attention + value",
     }

@@ -211,7 +211,9 @@ def test_a_url_of_a_folder_is_the_folder(
 def test_a_cache_below_another_is_kept(world: World, command: Command, store: str) -> None:
     world.dump()
     url = json.loads(command("push", world.root / "cache", store, "--json")[1])["url"]
-    below = json.loads(command("push", world.root / "cache", f"{url}/v2", "--json")[1])["url"]
+    below, place = f"{url}/v2", open_store(url)  # as an earlier release could push one
+    for name in place.sizes():
+        place.copy(name, f"v2/{name}")
     command.fails("rm", url, "--yes", code=2, says=("holds another cache", "v2"))
     assert command("rm", below, "--yes")[0] == 0
     assert command("rm", url, "--yes")[0] == 0

@@ -175,8 +175,8 @@ def test_numbers_that_nothing_is_counted_up_to_are_one_line(
         ("evaluate", encoder, "--task", "sst2", "--batch-size"),
         ("speed", encoder, "--batch-size"),
         ("speed", encoder, "--turns"),
-        ("search", tmp_path, "--pass-texts"),
-        ("rerank", encoder, "--retrieval", corpus, "--max-queries"),
+        ("search", tmp_path, "--out", tmp_path / "search", "--pass-texts"),
+        ("rerank", encoder, "--retrieval", corpus, "--first-stage", encoder, "--max-queries"),
     ):
         command.fails(*words, 10**30, code=2, says=("--", "give at most"))
 

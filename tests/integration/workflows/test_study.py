@@ -409,7 +409,7 @@ def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, 
         assert row["masked_agreement"] == pytest.approx(plain_agreement(folder, world.teacher, cache))
         assert json.loads((folder.parents[1] / "run.json").read_text())["identity"]["steps"] == 4
     page = (Path(found["study"]) / "report.html").read_text()
-    assert "masked tokens predicted like the teacher" in page
+    assert "masked tokens like the teacher" in page
     code, out, _ = command("study", document(world, **changes))
     assert code == 0
     assert "masked tokens like the teacher" in out
