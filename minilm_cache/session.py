@@ -17,6 +17,7 @@ from minilm_cache.settings import cache_home, refuse_url
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 NOTHING_KEPT: Final = "interrupted: nothing is kept. Run the same command again."
+"""Message of a stop after which everything begins anew."""
 
 
 @runtime_checkable

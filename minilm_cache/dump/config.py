@@ -434,7 +434,7 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
 PLANNED = frozenset(
     {"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens", "signal", "check"}
 )
-"""Settings of a dump that a plan chooses itself."""
+"""Settings of a dump that a plan chooses itself, or has no use for."""
 
 
 class PlanConfig(FrozenSettings):

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from mteb import AbsTask
 
 Vectors = npt.NDArray[np.float64]
-_KEPT: Final = "interrupted: models that were saved are kept. Run it again with another --save."
 """Unit vectors, `(texts, width)`."""
+_KEPT: Final = "interrupted: models that were saved are kept. Run it again with another --save."
 BATCHES_OF_A_PART: Final = 16
 """Batches that are encoded between two steps of the progress bar."""
 

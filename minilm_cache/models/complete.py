@@ -115,7 +115,8 @@ def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
     value = content[name]
     if computes_nothing(name) or name.endswith(("_token_id", "_token_ids")):
         return True
-    if (name.endswith("_token") and isinstance(value, str)) or "dropout" in name:  # what a token is called
+    is_name_of_token = name.endswith("_token") and isinstance(value, str)
+    if is_name_of_token or "dropout" in name:
         return True
     if value is None or value is False or value in ("", [], {}) or _MEANS_NOTHING.get(name) == value:
         return True
@@ -222,11 +223,7 @@ def _refuse_strange(
         bare = _as_used(name, prefix)
         if bare not in used or (bare.startswith(_POOLER) and not reads_pooler):
             continue
-        if kind not in _FLOATS:
-            raise TeacherError(
-                f"{folder}: weight {name} is stored as {kind}, which is not a number format of whole "
-                "weights. Give the model in float32, float16 or bfloat16."
-            )
+        _refuse_codes(folder, name, kind)
         if bare in seen:
             raise TeacherError(
                 f"{folder} holds the same weight twice, as {seen[bare]} and {name}. Save the model again."
@@ -247,14 +244,18 @@ def load_floats(file: Path, *, most: int) -> dict[str, Tensor]:
         ValueError: its header is longer than it can be.
         SafetensorError: it is not such a file.
     """
-    header = header_of(file, most=most, follow_links=True)
-    odd = next((name for name, (_, kind) in header.items() if kind not in _FLOATS), None)
-    if odd is not None:
+    for name, (_, kind) in header_of(file, most=most, follow_links=True).items():
+        _refuse_codes(file, name, kind)
+    return load_file(file)
+
+
+def _refuse_codes(place: Path, name: str, kind: str) -> None:
+    """Raise TeacherError for a weight that is not stored as floats: it stands for another number."""
+    if kind not in _FLOATS:
         raise TeacherError(
-            f"{file}: weight {odd} is stored as {header[odd][1]}, which is not a number format of whole "
+            f"{place}: weight {name} is stored as {kind}, which is not a number format of whole "
             "weights. Give the model in float32, float16 or bfloat16."
         )
-    return load_file(file)
 
 
 def _types(files: Sequence[Path]) -> dict[str, str]:

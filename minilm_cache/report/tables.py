@@ -31,7 +31,7 @@ from minilm_cache.report.runs import TrainedRun, folder_names, open_runs, with_s
 from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import open_regular, regular_bytes
-from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
+from minilm_cache.store.parquet_headers import refuse_bomb
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
 from minilm_cache.wording import Place, number_text
@@ -265,7 +265,7 @@ def known_scores(study: Path) -> dict[str, dict[str, float]]:
             kinds = {"run": pa.string(), "arch": pa.string(), **dict.fromkeys(metrics, pa.float64())}
             schema = pa.schema([pa.field(name, kind, name in metrics) for name, kind in kinds.items()])
             table = pq.read_table(opened, columns=list(kinds)).select(list(kinds)).cast(schema)
-    except (OSError, KeyError, ValueError, HeaderError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise CacheCorruptError(
             f"cannot read {file}: {first_line(error)}. Run the study again; it makes the table anew."
         ) from error

@@ -159,25 +159,25 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
         lost = Damage(path=MANIFEST, shard=None, reason="missing" if is_missing else "damaged")
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(lost,))
     sizes = source.sizes()
+    tables = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
 
     def damage_of(path: str, expected: FileDigest) -> str | None:
         return remote_damage(source, path, expected, size=sizes.get(path), full=full or path in tables)
 
-    tables = {path: manifest.files[path] for path in (RANGES, INDEX) if path in manifest.files}
     files: list[_ListedFile] = [(path, None, digest) for path, digest in tables.items()]
     damaged = list(filter(None, map(_examiner(files, damage_of, session), range(len(files)))))
     if not damaged:  # without them nothing else can be listed
-        damaged = _damaged_records(source, manifest, session)
-    if not damaged:
         try:
             reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
-        except CacheCorruptError as error:  # sound files that do not belong together
-            damaged = [Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))]
+        except (CacheCorruptError, CacheNotFoundError) as error:  # a record, or files of several caches
+            odd = Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))
+            damaged = _damaged_records(source, manifest, session) or [odd]
         else:
-            files, damaged = _listed_files(reader.root, reader.manifest)
-            examine = _examiner(files, damage_of, session)
-            examined = for_each(examine, range(len(files)), should_stop=session.should_stop, place=url)
-            damaged += filter(None, examined)
+            listed, damaged = _listed_files(reader.root, reader.manifest)
+            others = [file for file in listed if file[0] not in tables]
+            examine = _examiner(others, damage_of, session)
+            examined = for_each(examine, range(len(others)), should_stop=session.should_stop, place=url)
+            files, damaged = files + others, [*damaged, *filter(None, examined)]
     num_bytes = sum(digest.size for _, _, digest in files)
     return Verdict(complete=True, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged))
 
