@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import WORDS
 
 LEARNABLE = WORDS[:2]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from minilm_cache import __version__
 from minilm_cache.cli.console import TerminalProgress, print_error, print_table
 from minilm_cache.cli.main import run
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
 
 CHANGELOG = Path(__file__).parents[3] / "CHANGELOG.md"

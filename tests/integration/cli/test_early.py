@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from minilm_cache.cli.early import EXTRAS, refuse_no_text
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, save_teacher, write_corpus
 
 SLOW = ("torch", "transformers", "datasets", "pyarrow")

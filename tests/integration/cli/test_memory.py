@@ -7,7 +7,7 @@ import torch
 
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.train.trainer import StudentTrainer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments
 
 

@@ -11,7 +11,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.train.test_train import settings, stop_after
 from tests.support import World, dump_arguments
 

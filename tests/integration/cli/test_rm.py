@@ -10,7 +10,7 @@ from filelock import FileLock
 from minilm_cache.store.layout import BEGUN, lock_path
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.train.folder import RunFolder
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World
 
 

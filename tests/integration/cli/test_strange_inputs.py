@@ -19,8 +19,8 @@ from minilm_cache.models.pooling import load_pooler
 from minilm_cache.store.leases import Leases
 from minilm_cache.store.remote import open_store
 from minilm_cache.workflows.study_source import Source
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.integration.store.test_attacks import changed_run
 from tests.mutations import mutations
 from tests.support import World, save_teacher

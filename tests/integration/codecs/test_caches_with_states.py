@@ -29,7 +29,7 @@ from minilm_cache.storage_schema.states import SignalName, StateFamily
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
 from minilm_cache.store.verify import verify
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.codecs.conftest import EVERYTHING, held_out
 from tests.support import World, dump_arguments, write_corpus
 

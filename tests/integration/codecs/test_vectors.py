@@ -30,7 +30,7 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
 from minilm_cache.store.creation import creating
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.store.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.train.test_train import settings as train_settings

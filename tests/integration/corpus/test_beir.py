@@ -12,7 +12,7 @@ from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.own_data import OwnData, read_own_data
 from minilm_cache.evaluate.settings import RetrievalData
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import VOCABULARY, save_teacher
 
 WORDS = VOCABULARY[5:29]

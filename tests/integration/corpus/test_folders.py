@@ -8,7 +8,7 @@ import pytest
 from minilm_cache.corpus.formats import corpus_files
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import CorpusError, InvalidConfigError
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World
 
 

@@ -33,7 +33,7 @@ from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
 from minilm_cache.storage_schema.identity import PairTemplate
 from minilm_cache.storage_schema.states import LOGITS, POOLED
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
 
 WORDS = VOCABULARY[5:29]

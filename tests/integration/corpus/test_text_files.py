@@ -22,7 +22,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.records import COPIES_OF
 from minilm_cache.errors import CorpusError, MiniLMCacheError
 from minilm_cache.store.checked import sha256_texts
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.mutations import mutations
 from tests.support import World, dump_arguments
 

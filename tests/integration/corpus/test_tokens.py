@@ -21,8 +21,8 @@ from minilm_cache.corpus.tokens import Tokens, part_name
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, RankLostError
 from minilm_cache.session import Session, ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import Packing
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.processes import CONTEXT
 from tests.support import World, tiny_tokenizer, write_corpus
 

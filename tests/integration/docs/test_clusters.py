@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import save_teacher, write_corpus
 
 ROOT = Path(__file__).parents[3]

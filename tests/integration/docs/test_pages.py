@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import save_teacher, write_corpus
 from tests.tasks import write_glue, write_squad
 

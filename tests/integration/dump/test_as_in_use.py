@@ -26,8 +26,8 @@ from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.card import student_prompts
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import SPECIAL, VOCABULARY, World, dump_arguments, save_teacher, write_corpus
 
 POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records", "min_cosine": 0.9999}

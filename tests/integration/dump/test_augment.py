@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import SPECIAL, WORDS, save_teacher
 
 LONG = ("baka", "dedo", "fufi")

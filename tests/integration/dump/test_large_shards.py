@@ -15,7 +15,7 @@ from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.shards import ShardWriter
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.support import World, pushed

@@ -27,7 +27,7 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher, TeacherMemory, _BytesLinear, _round_weights
 from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.manifest import CacheManifest
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import stop_after
 from tests.support import World, dump_arguments, save_teacher

@@ -9,7 +9,7 @@ import pytest
 
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.store.test_hostile import replace_in_shard
 from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_document, write_revisions
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.storage_schema.states import LOGITS
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.objectives.test_scores import texts_of
 from tests.support import World, save_teacher, write_corpus, write_groups
 

@@ -23,7 +23,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.card import student_prompts
 from minilm_cache.workflows.export import export_vectors
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.mutations import mutations
 from tests.support import World, save_teacher
 

@@ -16,7 +16,7 @@ from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import TASKS
 from minilm_cache.session import Session
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments, save_teacher
 from tests.tasks import SHORT, evaluated, write_glue, write_mlqa, write_squad, write_sst2, write_xnli
 

@@ -25,7 +25,7 @@ from minilm_cache.evaluate.generation_data import read_generation_task
 from minilm_cache.evaluate.tasks import TASKS, GenerationTask
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.session import Silent
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import WORDS, save_teacher, write_hub
 from tests.tasks import write_squad, write_sst2
 

@@ -20,8 +20,8 @@ from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import LOGITS
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import WORDS, World, save_teacher
 from tests.tasks import LEARNABLE, SHORT, evaluated, write_glue
 

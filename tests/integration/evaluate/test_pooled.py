@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.tokenizer import load_tokenizer
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import save_teacher, write_groups
 from tests.tasks import evaluated, write_glue, write_sst2
 

@@ -15,7 +15,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
 from transformers import AutoModelForSequenceClassification
 
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.evaluate.test_retrieval import models, questions, write_beir
 from tests.support import World, save_teacher, write_corpus
 

@@ -21,8 +21,8 @@ from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.own_data import OwnData, read_own_data
 from minilm_cache.evaluate.retrieval import measured, values_of
 from minilm_cache.evaluate.settings import RetrievalData
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import VOCABULARY, save_teacher
 from tests.tasks import write_glue
 

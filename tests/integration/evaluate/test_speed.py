@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from minilm_cache.evaluate.embeddings import mteb_scores, sentence_encoder
 from minilm_cache.evaluate.models import find_models
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import save_teacher
 from tests.tasks import write_glue, write_lines
 

@@ -14,7 +14,7 @@ from minilm_cache.evaluate.glue import read_text_task
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, TextTask
 from minilm_cache.session import Silent
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import save_teacher, write_hub
 from tests.tasks import evaluated, write_glue, write_squad, write_sst2
 

@@ -18,7 +18,7 @@ from minilm_cache.evaluate.run import _may_be_chance
 from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.spans import SpanAnswer
 from minilm_cache.evaluate.tasks import TASKS
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
 from tests.tasks import SHORT, evaluated, write_glue, write_squad, write_sst2
 

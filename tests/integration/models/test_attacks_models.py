@@ -19,7 +19,7 @@ from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.store.test_hostile import replace_in_manifest
 from tests.support import World, write_document
 

@@ -21,7 +21,7 @@ from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherErr
 from minilm_cache.models.load import load_for_task, load_model, load_weights, quietly
 from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.session import Session
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import TINY, World, save_teacher
 
 Weights = dict[str, Tensor]

@@ -30,8 +30,8 @@ from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.storage_schema.identity import Precision
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
 
 

@@ -39,7 +39,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import LOGITS, POOLED
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
 
 LLAMA = {

@@ -20,8 +20,8 @@ from minilm_cache.models.load import read_config
 from minilm_cache.models.pooling import SentenceModel, copy_pooling, leaves_prompts_out, num_map_weights
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import LOGITS
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import VOCABULARY, WORDS, World, dump_arguments, save_teacher
 
 

@@ -12,7 +12,7 @@ import pytest
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.tokenizer import load_tokenizer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.processes import CommandProcess
 from tests.support import World, dump_arguments, save_teacher
 

@@ -20,8 +20,8 @@ from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.session import Session
 from minilm_cache.settings import TrimConfig, validated
 from minilm_cache.workflows.trim import trim
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import SPECIAL, World, save_teacher
 
 KEPT = "ba be bi do du"

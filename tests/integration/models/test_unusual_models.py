@@ -25,7 +25,7 @@ from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.tap import Tap
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.states import POOLED
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import VOCABULARY, save_teacher, tiny_tokenizer, write_corpus, write_groups
 
 HIDDEN: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}

@@ -29,8 +29,8 @@ from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import World, dump_arguments, write_corpus
 
 WORDS_OF_EMBEDDING: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records"}

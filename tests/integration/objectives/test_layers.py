@@ -17,7 +17,7 @@ from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.codecs.test_vectors import KINDS, always, measured_kls, plain_kl
 from tests.integration.dump.test_dump import manifest_of
 from tests.integration.store.test_hostile import replace_in_shard

@@ -24,7 +24,7 @@ from minilm_cache.train.heldout import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World
 
 CPU = torch.device("cpu")

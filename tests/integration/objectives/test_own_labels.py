@@ -18,7 +18,7 @@ from minilm_cache.objectives.several import documents_of
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.train.record import RunIdentity, load_record
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import WORDS, World, save_teacher
 
 SAME: dict[str, Any] = {

@@ -8,7 +8,7 @@ from transformers import AutoModel
 
 from minilm_cache.objectives.spec import OBJECTIVES, register_objective
 from minilm_cache.report.runs import TrainedRun
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments
 from tests.toy_objective import TOY
 

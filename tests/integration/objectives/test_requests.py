@@ -13,7 +13,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.train.config import with_preset
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.objectives.conftest import settings, trainer_of
 from tests.support import World, save_teacher
 

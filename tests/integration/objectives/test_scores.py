@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.sampler import plan_steps
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.corpus.test_pairs import with_segments
 from tests.integration.objectives.conftest import CPU, settings, trainer_of
 from tests.integration.train.test_donors import save_donor

@@ -23,7 +23,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.workflows.chain_plan import read_chain
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
 
 RECORDS: dict[str, Any] = {

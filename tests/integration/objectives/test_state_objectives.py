@@ -22,7 +22,7 @@ from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import plan_steps
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.objectives.conftest import ARCH, CPU, OF_WORDS, settings, trainer_of, world_for
 from tests.support import World
 from tests.twins import SUMMED, TOTALS, Whole, plain_sum, twin

@@ -13,7 +13,7 @@ from minilm_cache.objectives.batch import UNITS, StudentBatch
 from minilm_cache.objectives.spec import known_objective, parts_of
 from minilm_cache.train.config import with_preset
 from minilm_cache.train.trainer import StudentTrainer, read
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.objectives.conftest import settings, trainer_of
 from tests.support import World, save_teacher, write_corpus
 

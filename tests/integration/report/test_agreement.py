@@ -18,7 +18,7 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import WORDS, World, save_teacher, write_corpus
 
 

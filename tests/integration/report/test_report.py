@@ -37,7 +37,7 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain import run_chain
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_chain import chain_config
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
 

@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, save_teacher, write_corpus
 
 WEIGHTS = {"soft_labels": 5 * 2.0**2, "masked_lm": 2.0, "cosine": 1.0}

@@ -17,7 +17,7 @@ from minilm_cache.signals.table import SIGNALS, register_signal
 from minilm_cache.storage_schema.identity import TeacherIdentity
 from minilm_cache.storage_schema.states import SignalName
 from minilm_cache.train.record import load_record
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments, pushed
 
 NORMS = SignalName("norms")

@@ -20,8 +20,8 @@ from minilm_cache.slicing.forward import Calibration, num_tokens, of_corpus
 from minilm_cache.slicing.parts import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import BIASED, TINY, VOCABULARY, World, save_teacher, tiny_model
 
 FAMILIES = sorted([*TINY, *BIASED])

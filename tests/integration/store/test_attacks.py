@@ -30,7 +30,7 @@ from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import open_store
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, pushed, write_document
 
 

@@ -32,7 +32,7 @@ from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.train.config import TrainConfig
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.support import World, change_record, pushed, save_teacher, write_corpus
 from tests.unit.store.support import keep_shards

@@ -26,7 +26,7 @@ from minilm_cache.store.catalogue import newest_cache
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import read_manifest
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, change_record, write_document
 
 WEIGHT = "relations/value/weight/c/1/0/0"

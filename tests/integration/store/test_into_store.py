@@ -28,7 +28,7 @@ from minilm_cache.store.remote import AccessDeniedError, RemoteFolder, open_stor
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.workflows.remove import find_removal, remove
 from minilm_cache.workflows.verify import verify_cache
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CONTEXT
 from tests.s3 import Between, tamper

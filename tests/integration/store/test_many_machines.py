@@ -17,7 +17,7 @@ from minilm_cache.store.leases import announce_rank
 from minilm_cache.store.merge import merge
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import unsound_shards
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.processes import CommandProcess
 from tests.support import World, dump_arguments, write_document

@@ -21,7 +21,7 @@ from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, open_store
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.s3 import BUCKET, tamper
 from tests.support import World, change_record, pushed

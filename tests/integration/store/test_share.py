@@ -27,7 +27,7 @@ from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import open_store
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.train.test_train import assert_same, weights
 from tests.integration.train.test_train import settings as train_settings

@@ -23,7 +23,7 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.setup import student_shapes
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import SPECIAL, VOCABULARY, WORDS, World, save_teacher, tiny_model, tiny_tokenizer
 
 LETTERS = [*SPECIAL, *"abcdefghiklmnoprstu"]

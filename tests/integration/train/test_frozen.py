@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.train.test_train import settings, stop_after
 from tests.support import World
 

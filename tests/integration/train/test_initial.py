@@ -26,7 +26,7 @@ from minilm_cache.store.card import attach
 from minilm_cache.store.pull import pull
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.support import VOCABULARY, World, pushed, save_teacher, write_corpus
 

@@ -23,7 +23,7 @@ from minilm_cache.train.record import MAX_LOG_BYTES, last_logged_step, load_reco
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.mutations import mutations
 from tests.support import World, save_teacher, write_corpus

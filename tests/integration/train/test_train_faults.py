@@ -14,7 +14,7 @@ from minilm_cache.errors import DivergedError, IdentityMismatchError, Interrupte
 from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from minilm_cache.train.trainer import StudentTrainer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.integration.train.test_train_options import go, lines
 from tests.support import World, save_teacher, write_corpus

@@ -29,7 +29,7 @@ from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.support import TINY, World, save_teacher

@@ -15,7 +15,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.storage_schema.states import LOGITS
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import SPECIAL, WORDS, World, save_teacher, write_corpus, write_groups
 
 FEW = WORDS[:12]

@@ -21,7 +21,7 @@ from minilm_cache.train.record import load_record
 from minilm_cache.workflows.chain import ChainRecord, ChainStudent, run_chain
 from minilm_cache.workflows.chain_plan import stages
 from minilm_cache.workflows.config import ChainConfig
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.processes import CommandProcess
 from tests.support import World, save_teacher, write_corpus
 

@@ -6,7 +6,7 @@ import pytest
 
 from minilm_cache.session import Session
 from minilm_cache.workflows.chain import run_chain
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_chain import arguments, chain_config, content
 from tests.processes import by_two_ranks
 from tests.support import World

@@ -27,8 +27,8 @@ from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.export_model import _texts
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.integration.evaluate.test_retrieval import questions
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
 from tests.tasks import write_glue

@@ -22,7 +22,7 @@ from minilm_cache.session import Session
 from minilm_cache.workflows.chain import run_chain
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.dump.test_dump import arrays_of
 from tests.integration.workflows.test_chain import chain_config, content
 from tests.integration.workflows.test_study import document, timeless

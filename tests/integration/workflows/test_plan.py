@@ -22,7 +22,7 @@ from minilm_cache.settings import validated
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
 from minilm_cache.workflows.plan import estimate, operations
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, write_corpus
 
 

@@ -22,8 +22,8 @@ from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.config import SearchConfig
 from minilm_cache.workflows.search import search
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
 
 SHAPES = ("--layers", "1,2,3", "--widths", "16,32", "--pass-length", 8)

@@ -19,8 +19,8 @@ from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.store.urls import place_of
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import load_record
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import WORDS, World, save_teacher
 
 TEXTS = [" ".join(WORDS[number : number + 4]) for number in range(14)]

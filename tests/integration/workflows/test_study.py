@@ -27,7 +27,7 @@ from minilm_cache.workflows.chain_plan import chain_folder
 from minilm_cache.workflows.config import ChainConfig
 from minilm_cache.workflows.study import compared, run_study
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_chain import after
 from tests.support import World, save_teacher, write_corpus
 from tests.tasks import write_sst2

@@ -8,7 +8,7 @@ import pytest
 from minilm_cache.session import Session
 from minilm_cache.workflows.study import check_study
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_study import document
 from tests.support import World, save_teacher
 

@@ -10,7 +10,7 @@ from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.workflows.study import check_study, run_study
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_study import document
 from tests.support import VOCABULARY, World, save_teacher
 from tests.tasks import write_glue

@@ -11,7 +11,7 @@ from minilm_cache.report.tables import results, students_table, summary_table
 from minilm_cache.session import Session
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.integration.workflows.test_study import document
 from tests.support import VOCABULARY, World, save_teacher
 

@@ -13,8 +13,8 @@ from minilm_cache.models.files import weights_sha256
 from minilm_cache.objectives.several import documents_of
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.train.record import load_record
-from tests.conftest import Command
 from tests.encoders import save_encoder
+from tests.fixtures import Command
 from tests.support import save_teacher, write_revisions
 from tests.tasks import evaluated, write_glue
 

@@ -14,7 +14,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.report.tables import summary_table
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.record import load_record
-from tests.conftest import Command
+from tests.fixtures import Command
 from tests.support import World, dump_arguments
 
 TRAIN = ("--objective", "embedding", "--steps", 3, "--batch-size", 4, "--init", "random")

@@ -17,7 +17,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
-from tests.conftest import Command
+from tests.fixtures import Command
 
 
 def test_without_arguments_there_is_help(command: Command) -> None:

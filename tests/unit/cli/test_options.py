@@ -14,7 +14,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
 from minilm_cache.settings import FrozenSettings, flag_of, validated
 from minilm_cache.train.config import CostConfig, TrainConfig
-from tests.conftest import Command
+from tests.fixtures import Command
 
 STAGES: dict[str, dict[type[FrozenSettings], set[str]]] = {
     "dump": {DumpConfig: {"signal"}},
