@@ -44,8 +44,9 @@ TRAINED: Final[dict[str, dict[str, Any]]] = {
     "4x384": {**_OF_SIX, "init_layers": "0,2,4,5"},
     "3x384": {**_OF_SIX, "init_layers": "1,4,5"},
     "3x192": {**_OF_SIX, "init_layers": "1,4,5"},
+    "3x384 longer": {**_OF_SIX, "init_layers": "1,4,5", "steps": 3000},
 }
-"""Settings of each student's training."""
+"""Settings of each student's training; its name begins with its shape."""
 RECIPE: Final[dict[str, Any]] = {
     "objective": "embedding",
     "init": "slice",
@@ -54,7 +55,7 @@ RECIPE: Final[dict[str, Any]] = {
     "batch_size": 64,
     "precision": "bfloat16",
 }
-TRIMMED: Final = (("3x384", "texts"), ("3x384", "20k"), ("3x192", "texts"))
+TRIMMED: Final = (("3x384", "texts"), ("3x384", "20k"), ("3x192", "texts"), ("3x384 longer", "texts"))
 """Students that are trimmed without training, and the pieces that they keep."""
 TUNED: Final[dict[str, Any]] = {
     "task": ("xnli",),
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of rows; all without it")
     given = parser.parse_args()
     rows: dict[str, dict[str, Any]] = read_result("languages").get("rows", {})
-    trimmed = {f"{arch}, {pieces}": (arch, pieces) for arch, pieces in TRIMMED}
+    trimmed = {f"{student}, {pieces}": (student, pieces) for student, pieces in TRIMMED}
     for name in given.only or ["teacher", *TRAINED, *trimmed]:
         if name == "teacher":
             folder = given.teacher
@@ -136,16 +137,16 @@ def _trained(name: str, given: argparse.Namespace) -> Path:
         dumped: dict[str, Any] = {"teacher": str(given.teacher), "for": "embedding", "documents": "lines"}
         dumped |= {"corpus": str(_text(given.home, given.data)), "max_length": SHORT_LENGTH}
         dump_cache(validated(DumpConfig, {**dumped, "precision": "bfloat16"}), out=cache, session=session)
-    values = {**RECIPE, **changes, "arch": (name,), "init_teacher": str(teacher)}
+    values = {**RECIPE, **changes, "arch": (name.split()[0],), "init_teacher": str(teacher)}
     run = train_students(validated(TrainConfig, values), cache, out=given.home / name, session=session)
-    return run.student_path(name)
+    return run.student_path(name.split()[0])
 
 
-def _trimmed(arch: str, pieces: str, given: argparse.Namespace) -> Path:
+def _trimmed(name: str, pieces: str, given: argparse.Namespace) -> Path:
     """Return the folder of a student with fewer word pieces, which is made where it is missing."""
-    out: Path = given.home / f"{arch}-{pieces}"
-    text = _text(given.home, given.data)
-    settings = {"model": str(RunFolder(path=given.home / arch).student(arch)), "corpus": str(text)}
+    out: Path = given.home / f"{name}-{pieces}"
+    text, student = _text(given.home, given.data), RunFolder(path=given.home / name).student(name.split()[0])
+    settings = {"model": str(student), "corpus": str(text)}
     if not out.exists():
         config = validated(TrimConfig, {**settings, "documents": "lines", "vocab": pieces})
         trim(config, out, session=Session(given.home))

@@ -150,7 +150,8 @@ def _train(model: TappedModel, batches: Iterator[_Batch], *, lr: float, steps: i
             group["lr"] = lr * (1 - step / steps)
         loss, _ = _loss(model, batch)
         if not bool(loss.isfinite()):
-            raise DivergedError(f"the loss is NaN or infinite at step {step}. Lower --lr.")
+            remedy = "Lower --lr" if step else "The encoder gives such numbers: get its weights again"
+            raise DivergedError(f"the loss is NaN or infinite at step {step}. {remedy}.")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

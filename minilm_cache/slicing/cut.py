@@ -99,8 +99,8 @@ def cut(
 
 def _unfit(reason: str) -> TeacherError:
     return TeacherError(
-        f"the teacher's hidden states on this text cannot be fitted ({reason}). Use --init random, or "
-        "another teacher."
+        f"the teacher's hidden states on this text cannot be fitted ({reason}). Take another teacher, or "
+        "train with --init random."
     )
 
 
