@@ -44,7 +44,7 @@ TRAINED: Final[dict[str, dict[str, Any]]] = {
     "4x384": {**_OF_SIX, "init_layers": "0,2,4,5"},
     "3x384": {**_OF_SIX, "init_layers": "1,4,5"},
     "3x192": {**_OF_SIX, "init_layers": "1,4,5"},
-    "3x384 longer": {**_OF_SIX, "init_layers": "1,4,5", "steps": 3000},
+    "3x384 longer": {**_OF_SIX, "init_layers": "1,4,5", "steps": 7000},
 }
 """Settings of each student's training; its name begins with its shape."""
 RECIPE: Final[dict[str, Any]] = {
@@ -55,7 +55,7 @@ RECIPE: Final[dict[str, Any]] = {
     "batch_size": 64,
     "precision": "bfloat16",
 }
-TRIMMED: Final = (("3x384", "texts"), ("3x384", "20k"), ("3x192", "texts"), ("3x384 longer", "texts"))
+TRIMMED: Final = (("3x384", "texts"), ("3x384", "20k"), ("3x192", "texts"))
 """Students that are trimmed without training, and the pieces that they keep."""
 TUNED: Final[dict[str, Any]] = {
     "task": ("xnli",),
@@ -137,15 +137,18 @@ def _trained(name: str, given: argparse.Namespace) -> Path:
         dumped: dict[str, Any] = {"teacher": str(given.teacher), "for": "embedding", "documents": "lines"}
         dumped |= {"corpus": str(_text(given.home, given.data)), "max_length": SHORT_LENGTH}
         dump_cache(validated(DumpConfig, {**dumped, "precision": "bfloat16"}), out=cache, session=session)
-    values = {**RECIPE, **changes, "arch": (name.split()[0],), "init_teacher": str(teacher)}
+    values = {**RECIPE, **changes, "arch": (name.split(maxsplit=1)[0],), "init_teacher": str(teacher)}
     run = train_students(validated(TrainConfig, values), cache, out=given.home / name, session=session)
-    return run.student_path(name.split()[0])
+    return run.student_path(name.split(maxsplit=1)[0])
 
 
 def _trimmed(name: str, pieces: str, given: argparse.Namespace) -> Path:
     """Return the folder of a student with fewer word pieces, which is made where it is missing."""
     out: Path = given.home / f"{name}-{pieces}"
-    text, student = _text(given.home, given.data), RunFolder(path=given.home / name).student(name.split()[0])
+    text, student = (
+        _text(given.home, given.data),
+        RunFolder(path=given.home / name).student(name.split(maxsplit=1)[0]),
+    )
     settings = {"model": str(student), "corpus": str(text)}
     if not out.exists():
         config = validated(TrimConfig, {**settings, "documents": "lines", "vocab": pieces})

@@ -206,7 +206,7 @@ class CachedSequence(Described):
         if not layers:
             raise ValueError("this cache holds no relations, but other signals: see `states()`")
         if layer is not None and layer not in layers:
-            raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
+            raise ValueError(f"this cache holds no layer {layer!r}, but {', '.join(map(str, layers))}")
         codec = self._cache.codecs[layers[-1] if layer is None else layer]
         if chosen not in codec.everything.kinds:
             held = ", ".join(kind for kind in RelationKind if kind in codec.everything.kinds)

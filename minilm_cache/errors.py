@@ -53,8 +53,8 @@ class ErrorKind(StrEnum):
 
 
 _REMEDIES: Final = {
-    errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
-    errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
+    errno.ENOSPC: "Free some space and run the same command again",
+    errno.EDQUOT: "Free some quota and run the same command again",
     errno.EROFS: "Choose a folder on a writable file system",
     errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
     errno.EEXIST: "Something with that name exists: choose another place",

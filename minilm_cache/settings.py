@@ -291,7 +291,7 @@ _WANTED: Final = {
     "bool_type": "give true or false",
     "bool_parsing": "give true or false",
     "string_type": "give a text",
-    "string_unicode": "these bytes are no text in UTF-8. Rename the file, or check the encoding of the terminal",
+    "string_unicode": "no text in UTF-8. Rename the file, or set PYTHONUTF8=1 if its name is UTF-8",
     "string_too_short": "too short: its length must be at least {min_length}",
     "string_too_long": "too long: its length may be at most {max_length}",
     "literal_error": "give {expected}",

@@ -33,12 +33,15 @@ def choose_device(name: str | None) -> torch.device:
         return _own_gpu(torch.device("cuda")) if torch.cuda.is_available() else CPU
     try:
         device = _own_gpu(torch.device(name))
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = first_line(error)
         if reason.startswith("Expected one of"):  # a list of all kinds that any build of torch knows
             reason = "there is no such kind of device"
-        raise InvalidConfigError(f"--device {name}: {reason}. Use cpu or cuda, or leave it out.") from error
+        elif not name.startswith("cuda"):  # what torch says of others is about its own source
+            reason = "torch computes nothing on it here"
+        known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+        raise InvalidConfigError(f"--device {name}: {reason}. Use {known}, or leave it out.") from error
     return device
 
 

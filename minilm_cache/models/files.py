@@ -216,6 +216,7 @@ _OF_TRAINING: Final = frozenset(
             "problem_type",
             "initializer_range",
             "use_cache",
+            "is_encoder_decoder",  # the encoder of T5, saved alone, says that it is alone
         ),
         *("return_dict", "output_hidden_states", "chunk_size_feed_forward", "tie_word_embeddings"),
     }

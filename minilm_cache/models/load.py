@@ -67,11 +67,21 @@ def _usable_attention(head: TaskHead | None, config: PreTrainedConfig, attention
 
 
 def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa: ANN401 - has no common class
-    """Return the class of a model; of an encoder with a decoder it is the encoder, where it has one alone."""
+    """Return the class of a model; of an encoder with a decoder it is the encoder, where it has one alone.
+
+    Raises:
+        TeacherError: the family has no such head.
+    """
     # The encoders of T5 and mT5 write configurations that say nothing of a decoder.
     has_decoder = config.is_encoder_decoder or family_of(config.model_type).has_decoder
     is_encoder = has_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
-    return AutoModelForTextEncoding if head is None and is_encoder else HEADS[head]
+    chosen: Any = AutoModelForTextEncoding if head is None and is_encoder else HEADS[head]
+    if head is not None and type(config) not in chosen._model_mapping:  # noqa: SLF001 - nothing public
+        raise TeacherError(
+            f"transformers has no model of the family {config.model_type} with a head for {head}. Give one "
+            "of another family."
+        )
+    return chosen
 
 
 _ONE_AT_A_TIME: Final = threading.Lock()

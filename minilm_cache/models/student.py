@@ -442,8 +442,8 @@ def _size(described: _Described, length: int) -> ModelSize:
             with torch.no_grad(), counter:
                 _read_without_values(model, ids)
     except RuntimeError:  # it looks at values, or has fewer positions than its configuration says
-        model, counter = build_model(config, "eager").eval(), FlopCounterMode(display=False)
-        with torch.no_grad(), counter:
+        model = build_model(config, "eager").eval().requires_grad_(requires_grad=False)
+        with torch.no_grad(), (counter := FlopCounterMode(display=False)):
             check_positions(
                 lambda ids: model(input_ids=ids),
                 config,
@@ -452,13 +452,14 @@ def _size(described: _Described, length: int) -> ModelSize:
             )
     tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
     depth, total = config.num_hidden_layers, counter.get_total_flops()
-    name, layers = _layers(model, depth)
-    if layers is None:  # ALBERT's layers are one layer that runs several times
-        transformer, stopped = _num_weights(model) - tables, total * (depth - 1) / depth
-    else:
-        transformer, counts = sum(map(_num_weights, layers)), counter.get_flop_counts()
-        names = [f"{type(model).__name__}.{name}.{number}" for number in range(depth - 1)]
+    (name, layers), counts = _layers(model, depth), counter.get_flop_counts()
+    names = [f"{type(model).__name__}.{name}.{number}" for number in range(depth - 1)]
+    # ALBERT's layers are one layer that runs several times
+    transformer = _num_weights(model) - tables if layers is None else sum(map(_num_weights, layers))
+    if {*names} <= {*counts}:
         stopped = sum(sum(counts[name].values()) for name in names)
+    else:  # SqueezeBERT's are counted as parts of the whole alone
+        stopped = total * (depth - 1) / depth
     vectors = 3 * 2 * getattr(config, "true_hidden_size", config.hidden_size) ** 2
     return ModelSize(
         embedding_parameters=tables,

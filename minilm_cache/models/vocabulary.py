@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.files import library_errors
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -397,10 +398,11 @@ def _refuse_other_states(model: PreTrainedModel, smaller: PreTrainedModel, rows:
     """Raise TeacherError if a smaller model computes other hidden states of the pieces that it has."""
     places = torch.linspace(0, len(rows) - 1, 2 * 12).long().view(2, 12)
     whole: nn.Module = model.base_model
-    before, after = (
-        encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-        for encoder, ids in ((whole, rows[places]), (smaller.base_model, places))
-    )
+    with library_errors(f"cannot run a model of the family {model.config.model_type} on word pieces alone"):
+        before, after = (
+            encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+            for encoder, ids in ((whole, rows[places]), (smaller.base_model, places))
+        )
     if float((before - after).norm(dim=-1).max()) > _LARGEST_DIFFERENCE * float(before.norm(dim=-1).max()):
         raise TeacherError(
             f"a model of the family {model.config.model_type} with fewer pieces computes other hidden "

@@ -182,16 +182,25 @@ def _settings(
 def chain_folder(config: ChainConfig, home: Path) -> Path:
     """Return the default folder of a chain, which is named after its settings."""
     shapes = _slug(config.assistants)
-    return home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config))[:12]}"
+    folder, earlier = (
+        home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config, kept))[:12]}" for kept in (0, 1)
+    )
+    return earlier if earlier.exists() else folder
 
 
-def chain_settings(config: ChainConfig) -> dict[str, Any]:
-    """Return the settings that identify a chain."""
+def chain_settings(config: ChainConfig, kept: int = 0) -> dict[str, Any]:
+    """Return the settings that identify a chain.
+
+    Args:
+        config: settings of the chain.
+        kept: value of `keep_checkpoints` among them; release 0.1.0 wrote 1.
+    """
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
     # A chain is the same one wherever its folders lie, and a URL may hold a secret.
     settings["train"]["also"] = [Path(place).name for place in settings["train"]["also"]]
     dump = without_defaults(settings["dump"], defaults_of_later(DumpConfig, DUMPS_OF_CHAINS))
-    return settings | {"train": naming_settings(settings["train"], TRAININGS_OF_CHAINS), "dump": dump}
+    train = naming_settings(settings["train"], TRAININGS_OF_CHAINS) | {"keep_checkpoints": kept}
+    return settings | {"train": train, "dump": dump}
 
 
 def _slug(arch: Sequence[str]) -> str:
@@ -323,8 +332,8 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
         stored = TypeAdapter(dict[str, object]).validate_json(bounded_bytes(file, 2**20))
     except (OSError, ValueError) as error:
         raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
-    differing = list(differing_values(stored, chain_settings(config)))
-    if differing:
+    differing = [", ".join(differing_values(stored, chain_settings(config, kept))) for kept in (0, 1)]
+    if all(differing):
         raise IdentityMismatchError(
-            f"{folder} holds another chain, which differs in {', '.join(differing)}. Choose another --out."
+            f"{folder} holds another chain, which differs in {min(differing, key=len)}. Choose another --out."
         )

@@ -25,13 +25,15 @@ class Pass:
     written: Mapping[str, object] = field(default_factory=dict)
     """Paths among the settings as the document has them, by setting, so that names of runs do not depend on
     where it lies."""
+    kept: int = 0
+    """Value of `keep_checkpoints` in the name; release 0.1.0 wrote 1."""
 
     @property
     def name(self) -> str:
         """Name of the run's folder."""
         content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
         named = naming_settings({**content, **self.written}, TRAININGS_OF_STUDIES)
-        identity = canonical_sha256(named)[:8]
+        identity = canonical_sha256({**named, "keep_checkpoints": self.kept})[:8]
         return f"{self.label}-{identity}"
 
     def of(self, arch: Sequence[str]) -> "Pass":
@@ -48,12 +50,12 @@ class Pass:
             with suppress(MiniLMCacheError):  # damaged, or no run at all
                 record = load_record(folder)
                 arch = record.identity.arch
-                if arch and self.of(arch).name == folder.name:
-                    found.append((record.complete, arch))
+                named = [replace(self.of(arch), kept=kept) for kept in (0, 1) if arch]
+                found += [(record.complete, arch, each) for each in named if each.name == folder.name]
         left, taken = self.config.arch, set[str]()
-        for is_complete, arch in sorted(found, key=lambda run: (not run[0], -len({*run[1]} & {*left}))):
+        for is_complete, arch, each in sorted(found, key=lambda run: (not run[0], -len({*run[1]} & {*left}))):
             if {*arch} <= {*left} or (is_complete and {*arch} & {*left} and not {*arch} & taken):
-                yield self.of(arch)
+                yield each
                 taken |= {*arch}
                 left = tuple(shape for shape in left if shape not in arch)
         if left:

@@ -496,6 +496,22 @@ def test_a_family_without_heads_is_named(tmp_path: Path) -> None:
         read_config(tmp_path / "fnet")
 
 
+def test_a_head_that_a_family_lacks_is_named(tmp_path: Path, command: Command) -> None:
+    teacher, text = save_other(tmp_path / "llama", "llama"), write_corpus(tmp_path / "corpus.txt")
+    tiny_tokenizer().save_pretrained(teacher)
+    words = ("head", "--teacher", teacher, "--corpus", text, "--out", tmp_path / "out", "--max-length", 32)
+    command.fails(*words, code=1, says="no model of the family llama with a head for tokens")
+
+
+def test_the_teacher_of_a_t5_cache_is_its_teacher(tmp_path: Path, command: Command) -> None:
+    """Its encoder says that it has no decoder, and the folder that it has one."""
+    world = World(tmp_path, save_other(tmp_path / "t5", "t5"), write_corpus(tmp_path / "corpus.txt"))
+    world.dump()
+    words = ("train", tmp_path / "cache", "--arch", "1x16", "--init", "slice", "--out", tmp_path / "run")
+    for donor in ((), ("--init-teacher", world.teacher)):
+        command.fails(*words, *donor, code=2, says="a model of family 't5' cannot be cut")
+
+
 def test_models_have_sizes_whatever_they_look_at() -> None:
     """Sizes are counted without values: DeBERTa looks at those of ids, decoders at those of positions."""
     sizes: dict[str, Any] = {

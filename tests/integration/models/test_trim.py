@@ -22,7 +22,7 @@ from minilm_cache.settings import TrimConfig, validated
 from minilm_cache.workflows.trim import trim
 from tests.encoders import save_encoder
 from tests.fixtures import Command
-from tests.support import SPECIAL, World, save_teacher
+from tests.support import SPECIAL, VOCABULARY, World, save_teacher
 
 KEPT = "ba be bi do du"
 TEXTS = ["ba be do", "du", "bi bi bi be"]
@@ -82,6 +82,16 @@ def test_a_trimmed_teacher_is_a_teacher(world: World, tmp_path: Path, command: C
     assert f"all {pieces} pieces are kept: the model is a copy" in err
     small = World(tmp_path / "own", tmp_path / "small", text)
     assert small.dump().manifest.identity.teacher.vocab_size == len(KEPT.split()) + len(SPECIAL)
+
+
+def test_a_model_that_needs_more_than_pieces_is_refused(tmp_path: Path, command: Command) -> None:
+    """X-MOD asks for a language."""
+    teacher = save_teacher(tmp_path / "teacher")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = AutoConfig.for_model("xmod", vocab_size=len(VOCABULARY), languages=["en"], **sizes)
+    AutoModel.from_config(config).save_pretrained(teacher)
+    words = ("trim", teacher, "--corpus", write_text(tmp_path), "--out", tmp_path / "out")
+    command.fails(*words, code=1, says="cannot run a model of the family xmod on word pieces alone")
 
 
 def test_prompts_keep_their_pieces(world: World, tmp_path: Path, command: Command) -> None:

@@ -320,6 +320,16 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(world: World, 
     command.fails(*arguments(world), code=1, says="something else than this chain (runs/minilm-of-a-study)")
 
 
+def test_a_chain_of_the_first_release_is_the_same_chain(chained: World, command: Command) -> None:
+    file = chained.root / "chain/settings.json"
+    file.write_text(file.read_text().replace('"keep_checkpoints": 0', '"keep_checkpoints": 1'))
+    assert '"keep_checkpoints": 1' in file.read_text()
+    assert command(*arguments(chained, "--dry-run"))[0] == 0
+    command.fails(
+        *arguments(chained, "--lr", 0.5), code=1, says="differs in train.lr (0.005 there, 0.5 asked). "
+    )
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "null", "3"])
 def test_settings_that_are_none_are_said_to_be_damaged(
     chained: World, command: Command, content: str

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -500,6 +501,15 @@ def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_pa
         )
         (only,) = read_study(tmp_path / "study.yaml").passes
         assert only.name == "a-minilm-s0-aba70a9a"
+
+
+def test_a_run_of_the_first_release_is_one_of_its_study(world: World, trained: World) -> None:
+    path = document(world, caches="\n  one: {codec: topk, k: 6}", arch=" [1x16]", seed=" [0]")
+    (planned,) = read_study(path).passes
+    earlier = replace(planned, kept=1).name
+    assert earlier != planned.name
+    shutil.copytree(trained.root / "run", world.root / "shapes/runs" / earlier)
+    assert [each.name for each in read_study(path).grown(world.root / "shapes").passes] == [earlier]
 
 
 @pytest.mark.parametrize("objectives", ["[minilm, embedding]", "[embedding, minilm]"])

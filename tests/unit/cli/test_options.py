@@ -160,6 +160,11 @@ def test_an_empty_corpus_is_refused() -> None:
         validated(DumpConfig, {"teacher": "mini", "corpus": ""})
 
 
+def test_bytes_that_are_no_text_name_their_option() -> None:
+    with pytest.raises(InvalidConfigError, match=r"^--corpus .*: no text in UTF-8\. Rename the file"):
+        validated(DumpConfig, {"teacher": "mini", "corpus": "na\udcefve.txt"})
+
+
 def test_what_settings_do_not_store_survives_a_change() -> None:
     config = validated(DumpConfig, {"teacher": "mini", "for": "minilmv2"})
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
 
 
@@ -39,3 +40,11 @@ def test_without_a_gpu_processes_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     assert choose_device(None) == choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "vulkan", "cuda:7", "gpu"])
+def test_a_device_that_computes_nothing_is_refused(name: str) -> None:
+    with pytest.raises(
+        InvalidConfigError, match=rf"^--device {name}: .{{1,60}}\. Use cpu, or leave it out\.$"
+    ):
+        choose_device(name)

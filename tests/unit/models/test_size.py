@@ -69,6 +69,17 @@ def test_layers_that_share_their_weights_have_a_size() -> None:
     assert found.stopped_flops_per_token == pytest.approx(0.75 * found.flops_per_token + 6 * 32**2)
 
 
+@pytest.mark.parametrize("family", ["deberta", "squeezebert"])
+def test_layers_that_torch_counts_in_another_way_have_a_size(family: str) -> None:
+    """DeBERTa looks at values and calls a layer twice; SqueezeBERT calls its layers by another name."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    own = {"embedding_size": 32} if family == "squeezebert" else {"relative_attention": True}
+    config = AutoConfig.for_model(family, vocab_size=100, pos_att_type=["p2c", "c2p"], **sizes, **own)
+    found = model_size(config, 8)
+    assert found.num_parameters == sum(each.numel() for each in AutoModel.from_config(config).parameters())
+    assert 0.7 < (found.stopped_flops_per_token - 6 * 32**2) / found.flops_per_token < 0.8
+
+
 def test_every_model_has_a_rate() -> None:
     families = {"bert": 16, "distilbert": 32}
     models = {
