@@ -46,6 +46,9 @@ class Cache(Described):
         """Pickle as what opens the cache anew, so that workers of a DataLoader can have it."""
         return Cache, (self.reader,)
 
+    def __fspath__(self) -> str:
+        return self.reader.place
+
     def describe(self) -> dict[str, object]:
         """Return the properties of the cache, by their labels for people."""
         manifest, measured = self.manifest, self.manifest.measured

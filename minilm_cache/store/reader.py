@@ -183,6 +183,11 @@ class CacheReader:
         """Pickle as what opens the cache anew, so that other processes can have it."""
         return _open_again, (type(self), self._opening(), self.manifest.fingerprint)
 
+    @property
+    def place(self) -> str:
+        """Folder or URL of the cache."""
+        return str(self._opening()[0])
+
     def _opening(self) -> tuple[object, ...]:
         """Return the arguments that open this cache again, in any process of this machine."""
         return (self.root.absolute(), self._is_partial)

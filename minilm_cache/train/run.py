@@ -119,7 +119,7 @@ def train_students(
 
     Args:
         config: settings of the training.
-        cache: folder or URL of the cache, or the result of its dump.
+        cache: the cache, its folder or URL, or the result of its dump.
         out: folder of the run. None means a folder below `home`, named by content.
         resume: resume an unfinished run in the same folder; if false, the folder must not exist.
         session: its home is the folder of runs, and of what is kept of caches at URLs. Its progress shows

@@ -1,6 +1,7 @@
 """Caches of a team, over a real S3 server: pushed, listed, pulled, trained from."""
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_what_is_kept_of_a_url_is_checked_each_time(world: World, store: str) ->
     world.dump()
     url = pushed(world, store)
     cache = open_cache(url, home=world.home)
+    assert os.fspath(cache) == url
     expected = cache[0].relation("attention")
     file = cache.reader.root / "relations/attention/weight/c/0/0/0"
     file.write_bytes(b"x" * file.stat().st_size)

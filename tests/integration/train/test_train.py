@@ -1,6 +1,7 @@
 """Training from a cache: without the teacher, reproducible, resumable, and what comes out of it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -300,6 +301,7 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], message: 
 def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> None:
     """Parity: decoded dense cache + objective = live teacher + objective, within float16 rounding."""
     cache = open_cache(world.dump(codec="dense", packing="records").path)
+    assert os.fspath(cache) == str(world.root / "cache")
     device = torch.device("cpu")
     teacher = Teacher(TeacherSource(name="t", folder=world.teacher), device)
     plan = plan_steps(settings(batch_size=6), cache.reader)
