@@ -43,7 +43,7 @@ def refuse_lacking(given: Collection[str], earliest: Collection[str]) -> None:
     """Raise ValueError if a document lacks what every release has written."""
     lacking = min({*earliest} - {*given}, default=None)
     if lacking is not None:
-        raise ValueError(f"the document has no {lacking}")
+        raise ValueError(f"the document has no {lacking}, which all releases since 0.1.0 wrote")
 
 
 def defaults_of_later(model: type[BaseModel], earlier: Collection[str]) -> dict[str, Any]:

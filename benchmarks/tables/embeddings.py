@@ -199,15 +199,18 @@ _LARGER = {
 def embedding_languages() -> str:
     """Return scores of students of a multilingual encoder, between languages and in English."""
     rows = []
+    trained = read("languages")["trained"]
     for name, row in read("languages")["rows"].items():
-        arch, _, pieces = name.partition(", ")
+        student, _, pieces = name.partition(", ")
         kept = {"": "all", "texts": "those of the text"}.get(pieces, f"{pieces} of the text")
         parallel, xnli = row["parallel"], dict(row["xnli"])
         figures = (
             *(parallel["english"], parallel["others"], xnli.pop("dev-en"), mean(xnli.values())),
             *(row[score] for score in _CROWDED),
         )
-        model = "the teacher" if arch == "teacher" else f"`{arch}`"
+        shape, _, longer = student.partition(" ")
+        model = "the teacher" if student == "teacher" else f"`{shape}`"
+        model += f", {trained[student]['steps']:,} steps" if longer else ""
         rows.append([model, kept, f"{row['num_parameters']:,}", *(f"{figure:.1f}" for figure in figures)])
     head = ["model", "word pieces", "parameters", "translations, English", "others"]
     head += ["XNLI, English", "others", "STS-B dev", "STS-B test", "retrieval, 128 tokens"]
