@@ -44,7 +44,8 @@ TRAINED: Final[dict[str, dict[str, Any]]] = {
     "4x384": {**_OF_SIX, "init_layers": "0,2,4,5"},
     "3x384": {**_OF_SIX, "init_layers": "1,4,5"},
     "3x192": {**_OF_SIX, "init_layers": "1,4,5"},
-    "3x384 longer": {**_OF_SIX, "init_layers": "1,4,5", "steps": 7000},
+    "3x384 for 3000": {**_OF_SIX, "init_layers": "1,4,5", "steps": 3000},
+    "3x384 for 7000": {**_OF_SIX, "init_layers": "1,4,5", "steps": 7000},
 }
 """Settings of each student's training; its name begins with its shape."""
 RECIPE: Final[dict[str, Any]] = {
