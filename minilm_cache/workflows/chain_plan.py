@@ -185,7 +185,7 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
     folder, earlier = (
         home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config, kept))[:12]}" for kept in (0, 1)
     )
-    return earlier if earlier.exists() else folder
+    return earlier if earlier.exists() and not folder.exists() else folder
 
 
 def chain_settings(config: ChainConfig, kept: int = 0) -> dict[str, Any]:

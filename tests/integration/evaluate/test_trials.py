@@ -237,7 +237,15 @@ def test_misuse_of_models_and_options(world: World, command: Command) -> None:
         code=1,
         says=("is neither a model nor a run", "no config.json", "no run.json"),
     )
-    command.fails("evaluate", world.teacher, *asked, "--device", "meta", code=2, says="cpu or cuda")
+    command.fails(
+        "evaluate",
+        world.teacher,
+        *asked,
+        "--device",
+        "meta",
+        code=2,
+        says="--device meta: torch computes nothing",
+    )
     squad = write_squad(world.root / "squad", "1.1")
     says = "SQuAD has no test set to predict"
     command.fails(
