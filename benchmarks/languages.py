@@ -138,19 +138,20 @@ def _trained(name: str, given: argparse.Namespace) -> Path:
         dumped: dict[str, Any] = {"teacher": str(given.teacher), "for": "embedding", "documents": "lines"}
         dumped |= {"corpus": str(_text(given.home, given.data)), "max_length": SHORT_LENGTH}
         dump_cache(validated(DumpConfig, {**dumped, "precision": "bfloat16"}), out=cache, session=session)
-    values = {**RECIPE, **changes, "arch": (name.split(maxsplit=1)[0],), "init_teacher": str(teacher)}
+    values = {**RECIPE, **changes, "arch": (_shape(name),), "init_teacher": str(teacher)}
     run = train_students(validated(TrainConfig, values), cache, out=given.home / name, session=session)
-    return run.student_path(name.split(maxsplit=1)[0])
+    return run.student_path(_shape(name))
+
+
+def _shape(name: str) -> str:
+    return name.split(maxsplit=1)[0]
 
 
 def _trimmed(name: str, pieces: str, given: argparse.Namespace) -> Path:
     """Return the folder of a student with fewer word pieces, which is made where it is missing."""
     out: Path = given.home / f"{name}-{pieces}"
-    text, student = (
-        _text(given.home, given.data),
-        RunFolder(path=given.home / name).student(name.split(maxsplit=1)[0]),
-    )
-    settings = {"model": str(student), "corpus": str(text)}
+    text = _text(given.home, given.data)
+    settings = {"model": str(RunFolder(path=given.home / name).student(_shape(name))), "corpus": str(text)}
     if not out.exists():
         config = validated(TrimConfig, {**settings, "documents": "lines", "vocab": pieces})
         trim(config, out, session=Session(given.home))

@@ -38,6 +38,9 @@ DUMPS_OF_CHAINS: Final = frozenset(
 )
 """Settings of dumps that the first chains were named with."""
 
+KEPT_IN_NAMES: Final = (0, 1)
+"""What names of chains and passes say of `keep_checkpoints`, which changes no student: now, and in 0.1.0."""
+
 
 def refuse_lacking(given: Collection[str], earliest: Collection[str]) -> None:
     """Raise ValueError if a document lacks what every release has written."""

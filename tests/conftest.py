@@ -12,7 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # there is no GPU that kernels could be co
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator where it has a real one, too
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
-gc.set_threshold(10_000, 10, 10)  # of many objects that live long: searching them took a tenth of the time
+# Python looked for cycles among half a million objects that live as long as the process, a tenth of the time.
+gc.set_threshold(10_000, 10, 10)
 
 SLOW = (
     "test_on_ray.py",

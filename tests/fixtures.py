@@ -1,6 +1,6 @@
 """Fixtures that every test may use. No network, no GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,9 +94,6 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
     """Return the command line with a home of its own."""
     monkeypatch.setenv("MINILM_CACHE_HOME", str(tmp_path / "home"))
     return Command(capsys)
-
-
-CommandFixture = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")

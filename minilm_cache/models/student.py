@@ -454,11 +454,11 @@ def _size(described: _Described, length: int) -> ModelSize:
     depth, total = config.num_hidden_layers, counter.get_total_flops()
     (name, layers), counts = _layers(model, depth), counter.get_flop_counts()
     names = [f"{type(model).__name__}.{name}.{number}" for number in range(depth - 1)]
-    # ALBERT's layers are one layer that runs several times
+    # ALBERT has no list of layers: one layer runs several times.
     transformer = _num_weights(model) - tables if layers is None else sum(map(_num_weights, layers))
     if {*names} <= {*counts}:
         stopped = sum(sum(counts[name].values()) for name in names)
-    else:  # SqueezeBERT's are counted as parts of the whole alone
+    else:  # ALBERT's layers, and those of SqueezeBERT, which calls them past torch's hooks, have no counts
         stopped = total * (depth - 1) / depth
     vectors = 3 * 2 * getattr(config, "true_hidden_size", config.hidden_size) ** 2
     return ModelSize(

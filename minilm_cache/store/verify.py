@@ -169,7 +169,8 @@ def verify_url(url: str, home: Path, *, full: bool, session: Session) -> Verdict
     if not damaged:  # without them nothing else can be listed
         try:
             reader = MirrorReader(url, home, DEFAULT_LOCAL_BYTES)
-        except (CacheCorruptError, CacheNotFoundError) as error:  # a record, or files of several caches
+        except (CacheCorruptError, CacheNotFoundError) as error:
+            # A record is damaged, or these files are of several caches.
             odd = Damage(path=MANIFEST, shard=None, reason=_without_remedy(error))
             damaged = _damaged_records(source, manifest, session) or [odd]
         else:

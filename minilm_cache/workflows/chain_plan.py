@@ -19,6 +19,7 @@ from minilm_cache.settings import Settings, WrittenSettings, first_problem, vali
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import (
     DUMPS_OF_CHAINS,
+    KEPT_IN_NAMES,
     TRAININGS_OF_CHAINS,
     defaults_of_later,
     without_defaults,
@@ -183,7 +184,8 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
     """Return the default folder of a chain, which is named after its settings."""
     shapes = _slug(config.assistants)
     folder, earlier = (
-        home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config, kept))[:12]}" for kept in (0, 1)
+        home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config, kept))[:12]}"
+        for kept in KEPT_IN_NAMES
     )
     return earlier if earlier.exists() and not folder.exists() else folder
 
@@ -193,13 +195,13 @@ def chain_settings(config: ChainConfig, kept: int = 0) -> dict[str, Any]:
 
     Args:
         config: settings of the chain.
-        kept: value of `keep_checkpoints` among them; release 0.1.0 wrote 1.
+        kept: one of `KEPT_IN_NAMES`.
     """
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
     # A chain is the same one wherever its folders lie, and a URL may hold a secret.
     settings["train"]["also"] = [Path(place).name for place in settings["train"]["also"]]
     dump = without_defaults(settings["dump"], defaults_of_later(DumpConfig, DUMPS_OF_CHAINS))
-    train = naming_settings(settings["train"], TRAININGS_OF_CHAINS) | {"keep_checkpoints": kept}
+    train = naming_settings(settings["train"], TRAININGS_OF_CHAINS, kept)
     return settings | {"train": train, "dump": dump}
 
 
@@ -332,7 +334,7 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
         stored = TypeAdapter(dict[str, object]).validate_json(bounded_bytes(file, 2**20))
     except (OSError, ValueError) as error:
         raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
-    differing = [", ".join(differing_values(stored, chain_settings(config, kept))) for kept in (0, 1)]
+    differing = [", ".join(differing_values(stored, chain_settings(config, kept))) for kept in KEPT_IN_NAMES]
     if all(differing):
         raise IdentityMismatchError(
             f"{folder} holds another chain, which differs in {min(differing, key=len)}. Choose another --out."

@@ -30,24 +30,23 @@ from minilm_cache.wording import counted
 ALL_PIECES: Final = "all"
 """Value of `--vocabularies` that means all pieces of the teacher's."""
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
-    **{
-        name: TrainConfig.model_fields[name].default
-        for name in ("max_hours", "tracker", "local_bytes", "gradient_checkpointing", "graph", "kernels")
-    },
-    "keep_checkpoints": 0,
+    name: TrainConfig.model_fields[name].default
+    for name in ("max_hours", "tracker", "local_bytes", "gradient_checkpointing", "graph", "kernels")
 }
 """Settings of a training that may differ between commands for the same students, with the values that chains
 and studies are named with."""
 
 
-def naming_settings(train: Mapping[str, Any], earlier: Collection[str]) -> dict[str, Any]:
+def naming_settings(train: Mapping[str, Any], earlier: Collection[str], kept: int) -> dict[str, Any]:
     """Return the settings of a training that name a chain, or a pass of a study, as the first releases did.
 
     Args:
         train: settings of the training, as JSON.
         earlier: settings that the first releases had.
+        kept: one of `KEPT_IN_NAMES`.
     """
-    settings = {**train, **_CHANGES_NO_STUDENT, "init": train["init"] or "random"}
+    init = train["init"] or "random"
+    settings = {**train, **_CHANGES_NO_STUDENT, "keep_checkpoints": kept, "init": init}
     return without_defaults(settings, defaults_of_later(TrainConfig, earlier))
 
 

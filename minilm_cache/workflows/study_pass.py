@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
+from minilm_cache.storage_schema.upgrades import KEPT_IN_NAMES, TRAININGS_OF_STUDIES
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.record import load_record
 from minilm_cache.workflows.config import naming_settings
@@ -26,14 +26,14 @@ class Pass:
     """Paths among the settings as the document has them, by setting, so that names of runs do not depend on
     where it lies."""
     kept: int = 0
-    """Value of `keep_checkpoints` in the name; release 0.1.0 wrote 1."""
+    """What the name says of `keep_checkpoints`: one of `KEPT_IN_NAMES`."""
 
     @property
     def name(self) -> str:
         """Name of the run's folder."""
         content = self.config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
-        named = naming_settings({**content, **self.written}, TRAININGS_OF_STUDIES)
-        identity = canonical_sha256({**named, "keep_checkpoints": self.kept})[:8]
+        named = naming_settings({**content, **self.written}, TRAININGS_OF_STUDIES, self.kept)
+        identity = canonical_sha256(named)[:8]
         return f"{self.label}-{identity}"
 
     def of(self, arch: Sequence[str]) -> "Pass":
@@ -50,7 +50,7 @@ class Pass:
             with suppress(MiniLMCacheError):  # damaged, or no run at all
                 record = load_record(folder)
                 arch = record.identity.arch
-                named = [replace(self.of(arch), kept=kept) for kept in (0, 1) if arch]
+                named = [replace(self.of(arch), kept=kept) for kept in KEPT_IN_NAMES if arch]
                 found += [(record.complete, arch, each) for each in named if each.name == folder.name]
         left, taken = self.config.arch, set[str]()
         for is_complete, arch, each in sorted(found, key=lambda run: (not run[0], -len({*run[1]} & {*left}))):

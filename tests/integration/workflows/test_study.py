@@ -501,6 +501,10 @@ def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_pa
         )
         (only,) = read_study(tmp_path / "study.yaml").passes
         assert only.name == "a-minilm-s0-aba70a9a"
+        assert replace(only, kept=1).name == "a-minilm-s0-2e013029"  # as the code of 0.1.0 names it
+    of_first_release = tmp_path / "chains/12x384-f600dfc2cc75"
+    of_first_release.mkdir(parents=True)
+    assert chain_folder(ChainConfig.model_validate(settings), tmp_path) == of_first_release
 
 
 def test_a_run_of_the_first_release_is_one_of_its_study(world: World, trained: World) -> None:

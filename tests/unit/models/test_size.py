@@ -71,7 +71,7 @@ def test_layers_that_share_their_weights_have_a_size() -> None:
 
 @pytest.mark.parametrize("family", ["deberta", "squeezebert"])
 def test_layers_that_torch_counts_in_another_way_have_a_size(family: str) -> None:
-    """DeBERTa looks at values and calls a layer twice; SqueezeBERT calls its layers by another name."""
+    """DeBERTa looks at values, so that weights are made; SqueezeBERT calls layers past torch's hooks."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
     own = {"embedding_size": 32} if family == "squeezebert" else {"relative_attention": True}
     config = AutoConfig.for_model(family, vocab_size=100, pos_att_type=["p2c", "c2p"], **sizes, **own)
