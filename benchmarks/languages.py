@@ -37,7 +37,7 @@ LEARNED: Final = 500
 LEARNED_PAIRS: Final = 415 * 3
 """Lines of each of XNLI's dev files that are learned from; a premise has three lines."""
 ENGLISH: Final = 15_000
-"""Sentences and paragraphs of English Wikipedia."""
+"""Sentences and paragraphs of English Wikipedia, where a row does not name another number."""
 _OF_SIX: Final[dict[str, Any]] = {"donor": "6x384", "steps": 600}
 TRAINED: Final[dict[str, dict[str, Any]]] = {
     "6x384": {"init_layers": "0,2,4,8,10,11", "steps": 500},
@@ -46,8 +46,9 @@ TRAINED: Final[dict[str, dict[str, Any]]] = {
     "3x192": {**_OF_SIX, "init_layers": "1,4,5"},
     "3x384 for 3000": {**_OF_SIX, "init_layers": "1,4,5", "steps": 3000},
     "3x384 for 7000": {**_OF_SIX, "init_layers": "1,4,5", "steps": 7000},
+    "3x384 of more English": {**_OF_SIX, "init_layers": "1,4,5", "steps": 5000, "english": 80_000},
 }
-"""Settings of each student's training; its name begins with its shape."""
+"""Settings of each student's training; its name begins with its shape, and `english` is not a setting."""
 RECIPE: Final[dict[str, Any]] = {
     "objective": "embedding",
     "init": "slice",
@@ -112,13 +113,13 @@ def parallel(folder: Path, data: Path) -> dict[str, float]:
     return {name: round(fmean(each), 1) for name, each in shares.items()}
 
 
-def _text(home: Path, data: Path) -> Path:
+def _text(home: Path, data: Path, english_texts: int = ENGLISH) -> Path:
     """Return the file of texts, one a line, which is made where it is missing."""
-    text, generator = home / "texts.txt", random.Random(0)  # noqa: S311 - an order of texts
+    text, generator = home / _named("texts.txt", english_texts), random.Random(0)  # noqa: S311 - an order of texts
     if not text.exists():
         home.mkdir(parents=True, exist_ok=True)
         english = records([data / "enwiki/train.txt"], paragraphs=0.25, questions=0.0)
-        texts = generator.sample(english, ENGLISH)
+        texts = generator.sample(english, english_texts)
         for file in sorted((data / "ud_pud").glob("??.txt")):
             texts += file.read_text().splitlines()[:LEARNED]
         for file in sorted((data / "xnli").glob("dev-*.tsv")):
@@ -131,16 +132,22 @@ def _text(home: Path, data: Path) -> Path:
 
 def _trained(name: str, given: argparse.Namespace) -> Path:
     """Return the folder of a student, which is trained where it is missing."""
-    cache, session, changes = given.home / "cache", Session(given.home), dict(TRAINED[name])
-    donor = changes.pop("donor", None)
+    session, changes = Session(given.home), dict(TRAINED[name])
+    donor, english = changes.pop("donor", None), changes.pop("english", ENGLISH)
+    cache = given.home / _named("cache", english)
     teacher = given.teacher if donor is None else _trained(donor, given)
     if not (cache / "manifest.json").exists():
         dumped: dict[str, Any] = {"teacher": str(given.teacher), "for": "embedding", "documents": "lines"}
-        dumped |= {"corpus": str(_text(given.home, given.data)), "max_length": SHORT_LENGTH}
+        dumped |= {"corpus": str(_text(given.home, given.data, english)), "max_length": SHORT_LENGTH}
         dump_cache(validated(DumpConfig, {**dumped, "precision": "bfloat16"}), out=cache, session=session)
     values = {**RECIPE, **changes, "arch": (_shape(name),), "init_teacher": str(teacher)}
     run = train_students(validated(TrainConfig, values), cache, out=given.home / name, session=session)
     return run.student_path(_shape(name))
+
+
+def _named(name: str, english_texts: int) -> str:
+    """Return the name of a file, after the number of its English texts where that is not the usual one."""
+    return name if english_texts == ENGLISH else f"{english_texts}-{name}"
 
 
 def _shape(name: str) -> str:

@@ -24,10 +24,11 @@ from minilm_cache.store.reader import read_manifest
 
 CACHES: Final[dict[str, dict[str, Any]]] = {
     "base": {"max_tokens": 700_000},
+    "more": {"of": "base", "precision": "bfloat16"},
     "crowded": {"max_tokens": 700_000},
     "decoder": {"max_tokens": 120_000, "pooling": "lasttoken"},
 }
-"""Settings of the dump of each teacher."""
+"""Settings of the dump of each teacher; `of` names it where the cache has another name."""
 _OF_MINI: Final = {"init_teacher": MINI, "init_layers": "1,4,5", "lr": 7e-4, "steps": 1000}
 TRAINED: Final[dict[str, dict[str, Any]]] = {
     "base, cut from mini": {"cache": "base", **_OF_MINI},
@@ -39,6 +40,16 @@ TRAINED: Final[dict[str, dict[str, Any]]] = {
         "lr": 5e-4,
         "steps": 500,
     },
+    "base, cut from mini, more text": {"cache": "more", **_OF_MINI, "batch_size": 64, "steps": 4000},
+    "base, 6x384 of mini, more text": {
+        "cache": "more",
+        "arch": ("6x384",),
+        "init_teacher": MINI,
+        "lr": 5e-4,
+        "batch_size": 64,
+        "steps": 2000,
+    },
+    "base, 6x768": {"cache": "more", "arch": ("6x768",), "lr": 3e-4, "batch_size": 64, "steps": 600},
     "base, 3x384": {"cache": "base", "lr": 5e-4, "steps": 600},
     "decoder, cut from mini": {"cache": "decoder", **_OF_MINI, "steps": 150},
 }
@@ -49,14 +60,15 @@ def main() -> None:
     """Train what is missing, and write the scores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    for name in CACHES:
-        parser.add_argument(f"--{name}", type=Path, required=True, help=f"folder of the teacher {name}")
+    for name in ("base", "crowded", "decoder"):
+        parser.add_argument(f"--{name}", type=Path, help=f"folder of the teacher {name}")
     parser.add_argument("--home", type=Path, default=Path("larger-teachers"))
     parser.add_argument("--only", action="append", help="names of rows; all without it")
     given = parser.parse_args()
-    rows: dict[str, dict[str, Any]] = read_result("larger_teachers").get("rows", {})
+    earlier = read_result("larger_teachers")
+    rows: dict[str, dict[str, Any]] = earlier.get("rows", {})
     for name in given.only or ["base", "crowded", *TRAINED]:
-        folder = vars(given)[name] if name in CACHES else _trained(name, given)
+        folder = _trained(name, given) if name in TRAINED else vars(given)[name]
         settings = {key: value for key, value in TRAINED.get(name, {}).items() if key != "init_layers"}
         rows[name] = {
             **settings,
@@ -65,7 +77,9 @@ def main() -> None:
             "cpu": cpu(),
         }
         add_to_result("larger_teachers", rows=rows)
-    add_to_result("larger_teachers", caches={name: _described(_cache(name, given)) for name in CACHES})
+    made = {name: given.home / f"{name}.cache" for name in CACHES}
+    described = {name: _described(path) for name, path in made.items() if path.is_dir()}
+    add_to_result("larger_teachers", caches=earlier.get("caches", {}) | described)
 
 
 def _trained(name: str, given: argparse.Namespace) -> Path:
@@ -88,11 +102,12 @@ def _cache(name: str, given: argparse.Namespace) -> Path:
     """Return the cache of a teacher's vectors, which is dumped where it is missing."""
     path: Path = given.home / f"{name}.cache"
     if not (path / "manifest.json").exists():
+        changes = dict(CACHES[name])
         dumped: dict[str, Any] = {
-            "teacher": str(vars(given)[name]),
+            "teacher": str(vars(given)[changes.pop("of", name)]),
             "corpus": str(text_of(given.home, given.data)),
         }
-        dumped |= {"for": "embedding", "documents": "lines", "max_length": SHORT_LENGTH, **CACHES[name]}
+        dumped |= {"for": "embedding", "documents": "lines", "max_length": SHORT_LENGTH, **changes}
         dump_cache(validated(DumpConfig, dumped), out=path, session=Session(given.home))
     return path
 

@@ -190,6 +190,9 @@ _LARGER = {
     "base, cut from mini": ("all-mpnet-base-v2", "`mini`"),
     "both, cut from mini": ("both, `--also`", "`mini`"),
     "base, 6x384 of mini": ("all-mpnet-base-v2", "`mini`"),
+    "base, cut from mini, more text": ("all-mpnet-base-v2", "`mini`"),
+    "base, 6x384 of mini, more text": ("all-mpnet-base-v2", "`mini`"),
+    "base, 6x768": ("all-mpnet-base-v2", "the teacher"),
     "base, 3x384": ("all-mpnet-base-v2", "the teacher"),
     "decoder, cut from mini": ("SmolLM2-135M, last token", "`mini`"),
 }
@@ -211,6 +214,8 @@ def embedding_languages() -> str:
         shape, _, longer = student.partition(" ")
         model = "the teacher" if student == "teacher" else f"`{shape}`"
         model += f", {trained[student]['steps']:,} steps" if longer else ""
+        english = trained.get(student, {}).get("english")
+        model += f" of {english:,} English texts" if english else ""
         rows.append([model, kept, f"{row['num_parameters']:,}", *(f"{figure:.1f}" for figure in figures)])
     head = ["model", "word pieces", "parameters", "translations, English", "others"]
     head += ["XNLI, English", "others", "STS-B dev", "STS-B test", "retrieval, 128 tokens"]
@@ -219,14 +224,15 @@ def embedding_languages() -> str:
 
 def embedding_larger() -> str:
     """Return scores of students of larger teachers, and of two together."""
-    rows = []
-    for name, row in read("larger_teachers")["rows"].items():
+    rows, result = [], read("larger_teachers")
+    for name, row in result["rows"].items():
         teacher, begun = _LARGER[name]
         shape = "the teacher" if "steps" not in row else f"`{row.get('arch', ['3x384'])[0]}`"
         trained = "-" if "steps" not in row else f"{row['steps']:,} at {row['lr']:g}"
+        texts = "-" if "cache" not in row else f"{result['caches'][row['cache']]['texts']:,}"
         scores = [f"{row[score]:.1f}" for score in _CROWDED]
-        rows.append([teacher, shape, begun, trained, f"{row['num_parameters']:,}", *scores])
-    head = ["teacher", "model", "cut from", "steps, rate", "parameters", "STS-B dev", "STS-B test"]
+        rows.append([teacher, shape, begun, texts, trained, f"{row['num_parameters']:,}", *scores])
+    head = ["teacher", "model", "cut from", "texts", "steps, rate", "parameters", "STS-B dev", "STS-B test"]
     return table_of([*head, "retrieval, 128 tokens"], rows)
 
 

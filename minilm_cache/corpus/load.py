@@ -427,7 +427,7 @@ def _reason_of(error: BaseException) -> str:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes = [*causes, cause]
     text = str(causes[-1]).strip() or type(causes[-1]).__name__
-    return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."
+    return text.splitlines()[0].rstrip(".") + ". Check the file or give another one."
 
 
 def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
@@ -439,7 +439,7 @@ def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
     has_text = [_has_text(batch["text"]) for _, batch in text_batches(loaded)]
     chosen = np.flatnonzero(np.concatenate(has_text)) if has_text else np.zeros(0, np.int64)
     if len(chosen) == 0:
-        raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
+        raise CorpusError(f"corpus {name} is empty: it holds no text. Give another one.")
     return loaded if len(chosen) == len(loaded) else loaded.select(chosen)
 
 

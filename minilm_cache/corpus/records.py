@@ -402,8 +402,7 @@ def _text_errors(file: Path) -> Iterator[None]:
         raise CorpusError(f"cannot read corpus {file}: {_bad_bytes(file)}") from error
     except (OSError, pa.ArrowException, HeaderError, csv.Error) as error:
         raise CorpusError(
-            f"cannot read corpus {file}: {first_line(error).rstrip('.')}. Check the file or choose another "
-            f"--corpus."
+            f"cannot read corpus {file}: {first_line(error).rstrip('.')}. Check the file or give another one."
         ) from error
 
 

@@ -8,16 +8,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.student_tokens import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
@@ -28,7 +25,7 @@ from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.urls import is_url, place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.card import cached_tokenizer, save_student
+from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
@@ -59,6 +56,7 @@ from minilm_cache.train.setup import (
     fit_objectives,
     larger_than_teacher,
     num_steps,
+    refuse_other_texts,
     same_students,
     student_shapes,
 )
@@ -67,9 +65,6 @@ from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage
 from minilm_cache.wording import Made, Place, counted, number_text
-
-_LOOKED_AT: Final = 4096
-"""Pairs that are looked at for a query with two documents; those of a query follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -87,7 +82,14 @@ class TrainResult(Made):
     """True in the process that shows the results of all processes."""
 
     def student_path(self, arch: str) -> Path:
-        """Return the folder of a student with this shape."""
+        """Return the folder of a student with this shape.
+
+        Raises:
+            InvalidConfigError: the run has no such student, or it diverged.
+        """
+        known = [student.arch for student in self.record.students if student.diverged_at is None]
+        if arch not in known:
+            raise InvalidConfigError(f"{self.path} has no student {arch}. Its students: {', '.join(known)}.")
         return RunFolder(path=self.path).student(arch)
 
     def describe(self) -> dict[str, object]:
@@ -218,35 +220,6 @@ def _refuse_no_held_out(config: TrainConfig, cache: Cache) -> None:
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
         )
-
-
-def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens | None) -> None:
-    """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
-
-    These are bi-encoders whose tokenizer puts other tokens around a text alone: they learn it between the
-    tokens that are before and after a pair. An objective that compares the documents of a query is refused
-    where queries have one each.
-    """
-    pair = cache.manifest.identity.packing.pair
-    if pair is None:
-        return
-    if objective.wanted.apart:
-        read_as = pair if tokens is None else tokens.pair
-        single = template_of(cached_tokenizer(cache.reader) if tokens is None else tokens.tokenizer)
-        if read_as is None or (single.before, single.after) != (read_as.before, read_as.after):
-            raise InvalidConfigError(
-                "--encoder bi: the students' tokenizer puts other tokens around a text than a pair, so that "
-                "bi-encoders would read other texts than they learned. Take --encoder cross."
-            )
-    looked_at = range(min(_LOOKED_AT, cache.manifest.num_train))
-    if objective.wanted.groups and len(looked_at) > 1:
-        rows = (segment.rows_of("tokens", number) for segment, number in cache.reader.sequences(looked_at))
-        if len(query_numbers(rows, pair).unique()) == len(looked_at):
-            raise InvalidConfigError(
-                f"the first {len(looked_at):,} pairs of this cache have as many queries, and this "
-                "objective compares the documents of a query. Dump queries with several documents "
-                "(minilm-cache mine adds hard negatives), or take --objective score."
-            )
 
 
 def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:

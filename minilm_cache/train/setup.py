@@ -9,9 +9,11 @@ from rich.filesize import decimal
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
-from minilm_cache.errors import DeviceError
+from minilm_cache.corpus.template import template_of
+from minilm_cache.errors import DeviceError, InvalidConfigError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import free_bytes
+from minilm_cache.models.inputs import query_numbers
 from minilm_cache.models.student import (
     build_student,
     class_names,
@@ -28,6 +30,7 @@ from minilm_cache.slicing.slices import SliceSource
 from minilm_cache.slicing.source import donor_config
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
 from minilm_cache.train.graph import Graphs
 from minilm_cache.train.initial import Beginnings, InitialWeights, random_weights
@@ -40,6 +43,8 @@ _GRADIENT_BYTES: Final = 4
 """Bytes of the gradient of a weight, float32."""
 _VECTORS: Final = 8
 """Vectors of the hidden size that a layer of BERT keeps of a token for its backward pass, without dropout."""
+_LOOKED_AT: Final = 4096
+"""Pairs that are looked at for a query with two documents; those of a query follow each other."""
 
 
 def lower_bounds(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
@@ -293,3 +298,32 @@ def fit_objectives(trainers: Sequence[StudentTrainer], reader: BatchReader, num_
         if objective.is_fitted:
             batches = reader.batches_of(range(min(_FIT_SEQUENCES, num_train)), _FIT_BATCH)
             objective.fit(trainer.outputs(batches))
+
+
+def refuse_other_texts(cache: Cache, objective: Objective, tokens: StudentTokens | None) -> None:
+    """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
+
+    These are bi-encoders whose tokenizer puts other tokens around a text alone: they learn it between the
+    tokens that are before and after a pair. An objective that compares the documents of a query is refused
+    where queries have one each.
+    """
+    pair = cache.manifest.identity.packing.pair
+    if pair is None:
+        return
+    if objective.wanted.apart:
+        read_as = pair if tokens is None else tokens.pair
+        single = template_of(cached_tokenizer(cache.reader) if tokens is None else tokens.tokenizer)
+        if read_as is None or (single.before, single.after) != (read_as.before, read_as.after):
+            raise InvalidConfigError(
+                "--encoder bi: the students' tokenizer puts other tokens around a text than a pair, so that "
+                "bi-encoders would read other texts than they learned. Take --encoder cross."
+            )
+    looked_at = range(min(_LOOKED_AT, cache.manifest.num_train))
+    if objective.wanted.groups and len(looked_at) > 1:
+        rows = (segment.rows_of("tokens", number) for segment, number in cache.reader.sequences(looked_at))
+        if len(query_numbers(rows, pair).unique()) == len(looked_at):
+            raise InvalidConfigError(
+                f"the first {len(looked_at):,} pairs of this cache have as many queries, and this "
+                "objective compares the documents of a query. Dump queries with several documents "
+                "(minilm-cache mine adds hard negatives), or take --objective score."
+            )

@@ -35,8 +35,7 @@ from minilm_cache.slicing.source import source_config
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import initial_weights
-from minilm_cache.train.run import refuse_other_texts
-from minilm_cache.train.setup import config_of, num_steps, student_shapes
+from minilm_cache.train.setup import config_of, num_steps, refuse_other_texts, student_shapes
 from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.workflows.config import (
     SearchConfig,

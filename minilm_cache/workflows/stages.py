@@ -25,9 +25,8 @@ from minilm_cache.train.config import RANDOM, TrainConfig, check_batch, refuse_n
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.initial import check_beginning, initial_weights
 from minilm_cache.train.record import load_record
-from minilm_cache.train.run import refuse_other_texts
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.setup import student_shapes
+from minilm_cache.train.setup import refuse_other_texts, student_shapes
 from minilm_cache.workflows.config import NOT_OF_A_CHAIN
 
 COMPLETE: Final = "complete"
