@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -19,9 +18,9 @@ from minilm_cache.cli.early import (
     refuse_too_long,
     refuse_undivided,
 )
-from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
+from minilm_cache.cli.environment import is_first_process, note_default_corpus
 from minilm_cache.cli.evaluate import print_scores
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import (
     EngineOption,
     Given,
@@ -129,9 +128,8 @@ def chain(
 
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
     _refuse_unfit(config, document)
-    quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
-    with stoppable_session() as session:
+    with quiet_session() as session:
         _note_settings(config, preset, session)
         if dry_run and is_first_process():
             planned = preview_chain(config, folder, here=engine is None, session=session)
@@ -208,20 +206,19 @@ def _task_stage(
     refuse_no_columns(evaluation)
     from minilm_cache.workflows.task_stage import run_task_stage  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
     teacher = Path(str(dump["teacher"])).resolve()
     if teacher.name == "model":  # as evaluate calls the models that it keeps, each in the folder of its trial
         teacher = teacher.parent
     folder = out or cache_home() / "chains" / f"{Path(str(config.task)).stem}-{teacher.name}"
-    with stoppable_session() as session:
+    with quiet_session() as session:
         result = run_task_stage(config, dump=dump, train=recipe, out=folder, session=session)
     if json:
         print_json(
             {
-                "chain": str(result.path),
+                "chain": result.path,
                 "texts": result.num_texts,
-                "run": str(result.run.path),
-                "summaries": [asdict(summary) for summary in result.evaluation.summaries],
+                "run": result.run.path,
+                "summaries": result.evaluation.summaries,
             }
         )
         return
@@ -233,7 +230,7 @@ def _show(result: "ChainResult", *, json: bool) -> None:
     from minilm_cache.workflows.chain import remarks  # noqa: PLC0415 - importing it takes seconds
 
     if json:
-        print_json({"chain": str(result.path), **result.record.model_dump(mode="json")})
+        print_json({"chain": result.path, **dict(result.record)})
         return
     print_pairs({"chain": result.path, "report": result.path / "report.html"})
     _show_students(result.record)
@@ -253,7 +250,7 @@ def _show_stages(folder: Path, planned: "Sequence[Stage]", *, json: bool) -> Non
         for stage in planned
     ]
     if json:
-        print_json({"chain": str(folder), "stages": rows})
+        print_json({"chain": folder, "stages": rows})
         return
     print_table(
         f"Stages of {folder}", ["does", "what", "folder", "state"], [list(row.values()) for row in rows]

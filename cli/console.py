@@ -121,8 +121,9 @@ def _printable(text: str) -> str:
 
 
 def print_json(document: object) -> None:
-    """Print the result of a command as one JSON object; NaN and infinity, which JSON lacks, are null."""
-    finite = to_jsonable_python(document, inf_nan_mode="null")
+    """Print a result of paths, dataclasses and models as JSON; NaN and infinity, which it lacks, are null."""
+    plain = to_jsonable_python(document)  # models keep infinity, whatever the mode
+    finite = to_jsonable_python(plain, inf_nan_mode="null")
     print(json.dumps(finite))  # noqa: T201 - stdout is where results go
 
 

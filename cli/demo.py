@@ -2,12 +2,10 @@
 
 import shlex
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
-from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import fidelity_table
 
@@ -25,8 +23,7 @@ def demo(json: JsonOption = False) -> None:
     """
     from minilm_cache.workflows.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         result = run_demo(session=session)
     if json:
         print_json(_document(result))
@@ -37,15 +34,15 @@ def demo(json: JsonOption = False) -> None:
 def _document(result: "DemoResult") -> dict[str, object]:
     manifest = result.dump.manifest
     return {
-        "cache": str(result.dump.path),
-        "run": str(result.train.path),
-        "page": str(result.page),
+        "cache": result.dump.path,
+        "run": result.train.path,
+        "page": result.page,
         "num_tokens": manifest.num_tokens,
-        "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
-        "students": [student.model_dump(mode="json") for student in result.train.record.students],
+        "measured": manifest.measured,
+        "students": result.train.record.students,
         "num_documents": result.num_documents,
         "num_questions": result.num_questions,
-        "models": [asdict(searcher) | {"path": str(searcher.path)} for searcher in result.searchers],
+        "models": result.searchers,
     }
 
 

@@ -15,8 +15,8 @@ from minilm_cache.cli.early import (
     refuse_no_text,
     refuse_too_long,
 )
-from minilm_cache.cli.environment import note_default_corpus, quiet_libraries, rank_and_world_size
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.environment import note_default_corpus, rank_and_world_size
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import (
     EngineOption,
     Given,
@@ -91,8 +91,7 @@ def dump(
     from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         note_default_corpus(given, config.corpus, session)
         if engine is not None:
             result = dump_on_ray(config, out=place, gpus_per_task=gpus_per_task, session=session)
@@ -175,11 +174,11 @@ def _document(result: "DumpResult") -> dict[str, Any]:
         "num_sequences": manifest.num_sequences,
         "num_held_out": manifest.num_held_out,
         "held_out_by": manifest.held_out_by,
-        "cut": manifest.cut.model_dump() if manifest.cut else None,
+        "cut": manifest.cut,
         "kl_over_max": manifest.kl_over_max,
         "kl_infinite_because": kl_infinite_because(manifest),
         "verdict": verdict(manifest),
-        "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
+        "measured": manifest.measured,
     }
 
 

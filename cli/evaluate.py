@@ -1,6 +1,5 @@
 """`minilm-cache evaluate`, `speed`, `embeddings`: scores of models on tasks, their speed, their vectors."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,7 @@ from minilm_cache.cli.early import (
     refuse_too_long,
     refuse_too_long_of,
 )
-from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
 from minilm_cache.settings import cache_home, validated
@@ -73,8 +71,7 @@ def evaluate(
         refuse_too_long_of(config, models, config.revision)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         evaluation = evaluate_models(config, models, out=out or cache_home() / "evaluations", session=session)
     if json:
         print_json(document_of(evaluation))
@@ -91,13 +88,13 @@ def evaluate(
 def document_of(evaluation: "Evaluation") -> dict[str, Any]:
     """Return an evaluation as commands print it as JSON."""
     return {
-        "evaluations": str(evaluation.path),
+        "evaluations": evaluation.path,
         "trials": [
-            {**trial.model_dump(mode="json"), "folder": str(folder)}
+            {**dict(trial), "folder": folder}
             for trial, folder in zip(evaluation.trials, evaluation.folders, strict=True)
         ],
-        "summaries": [asdict(summary) for summary in evaluation.summaries],
-        "cards": [str(file) for file in evaluation.cards],
+        "summaries": evaluation.summaries,
+        "cards": evaluation.cards,
         "remarks": evaluation.remarks,
     }
 
@@ -178,11 +175,10 @@ def speed(given: Given, *, models: ComparedModelsArgument, json: JsonOption = Fa
         refuse_no_extra("onnx", for_what="--onnx")
     from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         speeds = compare_speed(config, models, session=session)
     if json:
-        print_json({"models": [asdict(model) for model in speeds]})
+        print_json({"models": speeds})
     else:
         _speed_print(speeds, config)
 
@@ -238,14 +234,12 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
         refuse_no_own_data(config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
         found = _retrieval(config, models, session) if config.judged is not None else []
     if json:
-        rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
-        own = {"retrieval": list(map(asdict, found)), "max_length": config.max_length}
-        print_json({"models": rows} | (own if found else {}))
+        own = {"retrieval": found, "max_length": config.max_length}
+        print_json({"models": scores} | (own if found else {}))
         return
     if scores:
         _embeddings_print(scores, config)

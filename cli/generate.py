@@ -7,8 +7,7 @@ import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_text
 from minilm_cache.cli.early import refuse_missing, refuse_no_sources
-from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.settings import validated
 from minilm_cache.workflows.config import GenerateConfig
@@ -45,11 +44,10 @@ def generate(
     from minilm_cache.workflows.generate import generate as run_generate  # noqa: PLC0415 - takes seconds
     from minilm_cache.workflows.generate import row_of  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         generated = run_generate(config, model, texts or (), out=out, session=session)
     if json:
-        print_json({"file": None if out is None else str(out), "texts": list(map(row_of, generated))})
+        print_json({"file": out, "texts": list(map(row_of, generated))})
     elif out is not None:
         print_pairs({"file": out, "texts": len(generated)})
     else:

@@ -61,7 +61,7 @@ def info(
     if json:
         print_json(
             {
-                "cache": str(path),
+                "cache": path,
                 "shards": len(reader.ranges),
                 "shards_committed": len(reader.records),
                 "kl_over_max": manifest.kl_over_max,
@@ -86,7 +86,7 @@ def _show_run(path: Path, *, json: bool) -> None:
     except IdentityMismatchError as error:
         caution = {"caution": str(error)}
     if json:
-        print_json({"run": str(path), "record": record.model_dump(mode="json"), **caution})
+        print_json({"run": path, "record": record, **caution})
         return
     identity = record.identity
     pairs: dict[str, object] = {
@@ -212,7 +212,7 @@ def report(
     if json:
         print_json(
             {
-                "report": str(page.path),
+                "report": page.path,
                 "num_bytes": page.num_bytes,
                 "students": result.students.to_pylist(),
                 "similarity": [_as_json(layers) for layers in page.similarity],

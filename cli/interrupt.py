@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from minilm_cache.cli.console import TerminalProgress, print_from_signal
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.session import Session, ShouldStop, forget_stop
 from minilm_cache.session import request_stop as note_stop
@@ -34,6 +35,14 @@ def stoppable_session() -> Iterator[Session]:
     """Yield the session of a command that shows progress, and that stops after its step at a signal."""
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         yield Session(progress=progress, should_stop=should_stop)
+
+
+@contextmanager
+def quiet_session() -> Iterator[Session]:
+    """Yield such a session for a command that runs models, whose libraries show nothing of their own."""
+    quiet_libraries()
+    with stoppable_session() as session:
+        yield session
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from minilm_cache.cli.early import (
     refuse_uncut,
 )
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import shown_session, stoppable_session
+from minilm_cache.cli.interrupt import quiet_session, shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
@@ -55,14 +55,13 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     refuse_too_long(config.max_length, [config.teacher], config.revision, is_teacher=True)
     from minilm_cache.dump.mlm_head import fit_head  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         note_default_corpus(given, config.corpus, session)
         fitted = fit_head(config, out, session=session)
     if json:
         print_json(
             {
-                "model": str(fitted.path),
+                "model": fitted.path,
                 "steps": fitted.steps,
                 "accuracy": fitted.accuracy,
                 "cross_entropy": fitted.cross_entropy,
@@ -96,13 +95,10 @@ def augment(
     refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.dump.augment import augment as run_augment  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         written = run_augment(config, out, session=session)
     if json:
-        print_json(
-            {"file": str(written.path), "documents": written.num_documents, "lines": written.num_lines}
-        )
+        print_json({"file": written.path, "documents": written.num_documents, "lines": written.num_lines})
         return
     print_pairs(
         {"file": written.path, "documents": written.num_documents, "with copies": f"{written.num_lines:,}"}
@@ -129,7 +125,7 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
         session.progress.note(f"cutting {config.teacher} to {config.arch}")
         result = slice_teacher(config, out)
     if json:
-        print_json({**asdict(result), "path": str(result.path)})
+        print_json(result)
         return
     pairs: dict[str, object] = {
         "model": result.path,
@@ -162,7 +158,7 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     quiet_libraries()
     kept = run_truncate(config, out)
     if json:
-        print_json({"model": str(out), "layers": kept})
+        print_json({"model": out, "layers": kept})
         return
     print_pairs({"model": out, "layers": ", ".join(map(str, kept))})
 
@@ -193,13 +189,12 @@ def trim(
         )
     from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         if asked_vocabulary(config.vocab).file is None:
             note_default_corpus(given, config.corpus, session)
         trimmed = run_trim(config, out, session=session)
     if json:
-        print_json({**asdict(trimmed), "path": str(trimmed.path)})
+        print_json(trimmed)
         return
     pairs: dict[str, object] = {
         "model": trimmed.path,
@@ -240,14 +235,11 @@ def export_model(
     refuse_no_texts(config, model)
     from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         exported = run_export(config, model, out, session=session)
     if json:
         drops = [drop._asdict() for drop in exported.drops]
-        print_json(
-            {**asdict(exported), "path": str(exported.path), "model": str(exported.model), "drops": drops}
-        )
+        print_json({**asdict(exported), "drops": drops})
         return
     least = "" if exported.least_cosine is None else f", the least {exported.least_cosine:.4f}"
     scores = {drop.name: f"{drop.before:.2f} before, {drop.after:.2f} after" for drop in exported.drops}
@@ -276,15 +268,14 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
     refuse_no_text(config.corpus, config.text_column, config.pair_columns)
     from minilm_cache.corpus.tokenise import tokenise_for  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         note_default_corpus(given, config.corpus, session)
         tokens = tokenise_for(config, session=session)
     corpus = tokens.record.corpus
     if json:
         print_json(
             {
-                "folder": str(tokens.folder),
+                "folder": tokens.folder,
                 "num_documents": corpus.num_documents,
                 "num_tokens": tokens.num_tokens,
                 "bytes": tokens.num_bytes,

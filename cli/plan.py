@@ -2,13 +2,12 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing, refuse_no_text, refuse_too_long
-from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.environment import note_default_corpus
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
 from minilm_cache.settings import flag_of, option_words, validated
@@ -45,15 +44,12 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
         refuse_too_long(dump.get("max_length"), [teacher], revision, is_teacher=True)
     from minilm_cache.workflows.plan import plan_dump, refuse_too_large  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         note_default_corpus(dump, DumpConfig.model_fields["corpus"].default, session)
         result = plan_dump(dump, config, cost=cost, session=session)
     is_possible = config.max_bytes is None or result.best is not None
     if json and is_possible:
-        print_json(
-            _document(result.plan, result.best) | {"costs": asdict(result.costs) if cost.arch else None}
-        )
+        print_json(_document(result.plan, result.best) | {"costs": result.costs if cost.arch else None})
     elif not json:
         _print_plan(result.plan)
         if cost.arch:
@@ -89,26 +85,26 @@ def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, obje
     return {
         "num_tokens": measured.num_tokens,
         "num_sequences": measured.num_sequences,
-        "cut": measured.cut.model_dump() if measured.cut else None,
+        "cut": measured.cut,
         "sample_tokens": measured.sample_tokens,
         "teacher_tokens_per_s": measured.teacher_tokens_per_s,
         "teacher_bytes": measured.memory.num_bytes,
         "free_bytes": measured.memory.free,
         "settings": [
             {
-                "codec": setting.codec.model_dump(mode="json"),
+                "codec": setting.codec,
                 "bytes_per_token": setting.bytes_per_token,
                 "total_bytes": setting.total_bytes,
                 "weights_bytes": setting.weights_bytes,
-                "fidelity": [layer.model_dump(mode="json") for layer in setting.fidelity],
-                "states": [state.model_dump(mode="json") for state in setting.states],
+                "fidelity": setting.fidelity,
+                "states": setting.states,
                 "tokens_per_s": setting.tokens_per_s,
                 "dump_s": setting.dump_s,
                 "break_even_epochs": setting.break_even_epochs,
             }
             for setting in measured.settings
         ],
-        "best": None if best is None else best.codec.model_dump(mode="json"),
+        "best": None if best is None else best.codec,
     }
 
 

@@ -1,6 +1,5 @@
 """`minilm-cache mine`, `rerank`: candidates of queries, to learn from and to rank anew."""
 
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +15,8 @@ from minilm_cache.cli.early import (
     refuse_several,
     refuse_too_long,
 )
-from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import in_words
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.evaluate.settings import MineConfig, RerankConfig
 from minilm_cache.settings import validated
@@ -52,11 +50,10 @@ def mine(
     refuse_no_extra("sentence-transformers", "eval", for_what="mine")
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         mined = mine_negatives(config, model, out, session=session)
     if json:
-        print_json({**asdict(mined), "path": str(mined.path)})
+        print_json(mined)
         return
     lacking = {"fewer negatives": f"{mined.lacking:,} queries have fewer than {config.negatives}"}
     print_pairs(
@@ -94,11 +91,10 @@ def rerank(
     refuse_too_long(config.max_length, named, config.revision)
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         scores = compare_rerankers(config, models, session=session)
     if json:
-        print_json({"models": list(map(asdict, scores)), "candidates": config.candidates})
+        print_json({"models": scores, "candidates": config.candidates})
         return
     print_table(
         f"At most {config.candidates} nearest documents of each query in {config.judged}, ranked anew, "

@@ -9,8 +9,8 @@ from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unserved
-from minilm_cache.cli.environment import chosen_cache, quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.environment import chosen_cache
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.models.outline import Outline
@@ -70,16 +70,14 @@ def search(
             refuse_unserved(probe, cache, has_shapes=bool(arch))
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         place = cache or chosen_cache(None, session)
         result = run_search(config, train, place, out=out, session=session)
     if json:
-        record = result.record.model_dump(mode="json")
-        student = {"student": str(result.student), "latency_ms": result.latency_ms}
-        files = {"search": str(out), "report": str(result.report)}
+        student = {"student": result.student, "latency_ms": result.latency_ms}
+        files = {"search": out, "report": result.report}
         found = {"winner": result.winner.name, **student, "cautions": result.cautions}
-        print_json({**files, **found, **record})
+        print_json({**files, **found, **dict(result.record)})
     else:
         _print(result, config, place)
         print_notes(result.cautions)

@@ -1,14 +1,12 @@
 """`minilm-cache search-text`: the texts of a corpus that are nearest to questions."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from minilm_cache.cli.console import print_json, print_table
 from minilm_cache.cli.early import refuse_missing, refuse_no_text
-from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.settings import validated
 from minilm_cache.workflows.config import SearchTextConfig
@@ -37,14 +35,11 @@ def search_text(
     refuse_no_text(config.corpus, config.text_column)
     from minilm_cache.workflows.search_text import search_texts  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         found = search_texts(config, model, questions, session=session)
     if json:
         rows = zip(questions, found, strict=True)
-        print_json(
-            {"questions": [{"question": asked, "found": list(map(asdict, row))} for asked, row in rows]}
-        )
+        print_json({"questions": [{"question": asked, "found": row} for asked, row in rows]})
         return
     for question, row in zip(questions, found, strict=True):
         shown = [[f"{each.score:.3f}", _short(each.text)] for each in row]

@@ -1,7 +1,6 @@
 """`minilm-cache push`, `pull`, `merge`, `export`, `import`: share caches in a team, and vectors."""
 
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -10,8 +9,7 @@ import typer
 
 from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_answers_file, refuse_no_export
-from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
@@ -93,7 +91,7 @@ def merge(
         done = run_merge(parts, out, session=session)
     if json:
         counts = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
-        print_json({"cache": str(done.path), "shards": done.num_shards, **counts})
+        print_json({"cache": done.path, "shards": done.num_shards, **counts})
         return
     missing, folder = done.shards_missing, shlex.quote(str(done.path))
     state = f"{missing} shards are missing: dump them" if missing else "every shard is there"
@@ -146,12 +144,11 @@ def export(
     refuse_no_export(cache, scores=scores)
     from minilm_cache.workflows.export import export_scores, export_vectors  # noqa: PLC0415 - it takes seconds
 
-    quiet_libraries()
     if scores:
-        with stoppable_session() as session:
+        with quiet_session() as session:
             written = export_scores(cache, out, session=session)
         if json:
-            print_json({**asdict(written), "path": str(written.path)})
+            print_json(written)
             return
         upload = f"hf upload NAME {quote(str(written.path))} --repo-type dataset"
         columns = ", ".join(written.columns)
@@ -159,10 +156,10 @@ def export(
             {"folder": written.path, "rows of": columns, "answers": f"{written.num_pairs:,}", "next": upload}
         )
         return
-    with stoppable_session() as session:
+    with quiet_session() as session:
         result = export_vectors(cache, out, session=session)
     if json:
-        print_json({"file": str(result.path), "num_rows": result.num_rows, "width": result.width})
+        print_json({"file": result.path, "num_rows": result.num_rows, "width": result.width})
     else:
         print_pairs({"file": result.path, "rows": f"{result.num_rows:,}", "width": result.width})
 
@@ -191,18 +188,17 @@ def import_file(
     refuse_no_answers_file(config)
     from minilm_cache.dump.imported import import_answers  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         result = import_answers(config, out=out, session=session)
     manifest = result.manifest
     if json:
         print_json(
             {
-                "cache": str(result.path),
+                "cache": result.path,
                 "fingerprint": manifest.fingerprint,
                 "num_sequences": manifest.num_sequences,
-                "cut": manifest.cut.model_dump() if manifest.cut else None,
-                "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
+                "cut": manifest.cut,
+                "measured": manifest.measured,
             }
         )
         return

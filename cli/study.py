@@ -8,9 +8,8 @@ import typer
 
 from minilm_cache.cli.console import print_json, print_notes, print_pairs, print_table
 from minilm_cache.cli.early import refuse_files, refuse_unfit
-from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import document_of, print_scores
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.wording import counted
@@ -55,14 +54,13 @@ def study(
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.study import run_study  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
     folder = out or (
         document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
     )
     if dry_run:
         _preview(settings, folder, here=engine is None, json=json)
         return
-    with stoppable_session() as session:
+    with quiet_session() as session:
         result = run_study(
             settings,
             folder,
@@ -106,12 +104,12 @@ def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     """Print which caches and passes of a study are there, and which are to be made."""
     from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
 
-    with stoppable_session() as session:
+    with quiet_session() as session:
         preview = preview_study(study, folder, session, here=here)
     if json:
         document = {"assistants": _documents(preview.assistants), "passes": _documents(preview.passes)}
         print_json(
-            {"study": str(folder), "caches": preview.caches, **document, "fine_tunings": preview.num_trials}
+            {"study": folder, "caches": preview.caches, **document, "fine_tunings": preview.num_trials}
         )
         return
     print_table(f"Caches of {folder}", ["cache", "state"], list(map(list, preview.caches.items())))

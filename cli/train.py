@@ -14,8 +14,8 @@ from minilm_cache.cli.early import (
     refuse_run_of_others,
     refuse_unserved,
 )
-from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
-from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.environment import chosen_cache, is_first_process
+from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import (
     CacheOrUrlArgument,
     Given,
@@ -69,8 +69,7 @@ def train(
     refuse_no_tracker(config.tracker)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds
 
-    quiet_libraries()
-    with stoppable_session() as session:
+    with quiet_session() as session:
         if preset is not None and is_first_process():
             session.progress.note(describe_preset(preset, config))
         place = cache or chosen_cache(None, session)
@@ -86,14 +85,14 @@ def train(
 
 def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
     return {
-        "run": str(result.path),
+        "run": result.path,
         "cache": cache,
         "tokens_per_s": result.tokens_per_s,
         "steps": result.record.identity.steps,
         "num_held_out": result.num_held_out,
         "students": [
             {
-                **student.model_dump(mode="json"),
+                **dict(student),
                 "ended_worse": student.ended_worse if result.num_held_out >= FEW_HELD_OUT else None,
                 "path": _path(result, student),
             }

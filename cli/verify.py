@@ -46,11 +46,11 @@ def verify(given: Given, *, cache: CacheOrUrlArgument = None, json: JsonOption =
     if json:
         print_json(
             {
-                "cache": str(path),
+                "cache": path,
                 "full": config.full,
                 **asdict(verification.verdict),
                 "shards_to_redo": verification.shards_to_redo,
-                "teacher": None if verification.again is None else asdict(verification.again),
+                "teacher": verification.again,
             }
         )
     else:

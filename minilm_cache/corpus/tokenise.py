@@ -169,16 +169,11 @@ def _kept(
 
 
 def tokens_of(
-    settings: CorpusSettings,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    num_processes: int | None = None,
-    engine: Engine | None = None,
-    session: Session = ALONE,
+    settings: CorpusSettings, tokenizer: PreTrainedTokenizerFast, *, session: Session = ALONE
 ) -> Tokens:
     """Return the tokens of the corpus that settings name; see `load_corpus` and `tokenise`."""
     corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=session.home)
-    return tokenise(corpus, tokenizer, num_processes=num_processes, engine=engine, session=session)
+    return tokenise(corpus, tokenizer, session=session)
 
 
 def tokenise_for(config: TokenizeConfig, *, session: Session) -> Tokens:

@@ -197,7 +197,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
             config_kwargs=safely,
         )
     width = transformer.get_embedding_dimension()
-    pooler = load_pooler(model.folder, None if model.pools else "mean", width, adds_prompts=True)
+    pooler = load_pooler(model.folder, None if model.pools else "mean", width)
     pooling = Pooling(width, pooling_mode=pooler.mode, include_prompt=pooler.includes_prompt)
     dense = [
         Dense(

@@ -42,7 +42,6 @@ class GenerationExample:
     target: str
 
 
-Example = TextExample | SpanExample | GenerationExample
 E = TypeVar("E")
 
 

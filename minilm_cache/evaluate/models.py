@@ -59,7 +59,7 @@ class Evaluated:
         texts = [sha256_file(self.folder / "config.json"), weights]
         if self.pools:
             width = read_config(self.folder).hidden_size
-            pooler = load_pooler(self.folder, None, width, adds_prompts=True)
+            pooler = load_pooler(self.folder, None, width)
             texts += [pooler.mode, pooler.dense_sha256() or ""]
             texts += [] if pooler.normalize else ["not scaled"]
         return sha256_texts(texts)

@@ -26,7 +26,7 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
     has_task = getattr(config, "problem_type", None) is not None
     if is_classifier(config) or not has_task or not (folder / MODULES).is_file():
         return None
-    pooler = load_pooler(folder, None, config.hidden_size, adds_prompts=True)
+    pooler = load_pooler(folder, None, config.hidden_size)
     width = pooler.width(config.hidden_size)
     if width != config.num_labels:
         raise TeacherError(
@@ -108,7 +108,7 @@ class PooledClassifier(nn.Module):
         """
         model, known = load_model(folder, attention="sdpa"), load_pooled_head(folder)
         model.config.update(head_config("sequences", labels))
-        pooler = load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)
+        pooler = load_pooler(folder, None, model.config.hidden_size)
         if untrained:
             model = build_model(model.config, "sdpa")
             for earlier in pooler.dense:

@@ -71,11 +71,6 @@ class DecodingOptions(FrozenSettings):
     """N-grams of this length occur only once in a generated text; 0 allows them to repeat. None means the
     task's own, or what the model was tuned for."""
 
-    @property
-    def given(self) -> list[str]:
-        """Names of the options that were given."""
-        return [name for name in DecodingOptions.model_fields if getattr(self, name) is not None]
-
 
 def read_decoding(folder: Path) -> Decoding:
     """Return how the model in a folder generates texts.

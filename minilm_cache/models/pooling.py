@@ -244,7 +244,7 @@ def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig, *, most: 
         return
     if (source / MODULES).is_file():
         width, tokenizer = read_config(source).hidden_size, load_tokenizer(source, has_ends=False)
-        pooler = load_pooler(source, None, width, adds_prompts=True)
+        pooler = load_pooler(source, None, width)
         if config.hidden_size != width:
             pooler = SentencePooler(
                 pooler.mode, normalize=pooler.normalize, includes_prompt=pooler.includes_prompt
@@ -295,17 +295,13 @@ def num_map_weights(folder: Path) -> int:
     return count
 
 
-def load_pooler(
-    folder: Path, mode: PoolingMode | None, hidden_size: int, *, adds_prompts: bool = False
-) -> SentencePooler:
+def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> SentencePooler:
     """Return the pooling of a teacher: that of its `modules.json`, or the mean, the first token, ... alone.
 
     Args:
         folder: folder of the teacher.
         mode: mode for a folder without `modules.json`. None means that there must be one.
         hidden_size: number of dimensions of the teacher's hidden states.
-        adds_prompts: whether the caller puts the prompt of every text before texts; else a folder that wants
-            one is refused.
 
     Raises:
         InvalidConfigError: neither or both say how to pool, and differently.
@@ -319,7 +315,7 @@ def load_pooler(
                 f"{', '.join(POOLING_MODES)}."
             )
         return SentencePooler(mode, normalize=True)
-    pooler = _read_modules(folder, file, adds_prompts=adds_prompts)
+    pooler = _read_modules(folder, file)
     _check_widths(pooler, hidden_size, file)
     if mode not in (None, pooler.mode):
         raise InvalidConfigError(
@@ -362,9 +358,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     return [(kind, folder / path) for kind, path in zip(kinds, paths, strict=True)]
 
 
-def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePooler:
+def _read_modules(folder: Path, file: Path) -> SentencePooler:
     modules = _modules(folder)
-    refuse_other_reading(folder, lower_cases=_lower_cases(folder), adds_prompts=adds_prompts)
+    refuse_other_reading(folder, lower_cases=_lower_cases(folder), adds_prompts=True)
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
     expected = [
@@ -499,7 +495,7 @@ class SentenceEncoder(nn.Module):
             InvalidConfigError: the folder does not say how it pools.
         """
         model = load_to_run(folder)
-        return cls(model, load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)).eval()
+        return cls(model, load_pooler(folder, None, model.config.hidden_size)).eval()
 
     @property
     def num_parameters(self) -> int:

@@ -286,7 +286,7 @@ class Teacher:
             TeacherError: its `modules.json` is damaged, or names a module that cannot be computed here.
         """
         pooler = (
-            load_pooler(self.folder, mode, self.identity.hidden_size, adds_prompts=True)
+            load_pooler(self.folder, mode, self.identity.hidden_size)
             .eval()
             .requires_grad_(requires_grad=False)
         )

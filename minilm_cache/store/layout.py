@@ -133,7 +133,7 @@ def refuse_inside_cache(out: Path, option: str) -> None:
 
 
 def refuse_begun(path: Path) -> None:
-    """Raise IdentityMismatchError if a folder exists that a dump is to begin, and not to resume."""
+    """Raise IdentityMismatchError if a folder exists that is to be begun, and not resumed."""
     if path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to resume it, or choose another --out."

@@ -173,11 +173,6 @@ def load_students(
             raise _unusable(file, error) from error
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove every checkpoint."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def save_best(folder: Path, trainer: StudentTrainer, step: int) -> StoredFile:
     """Write the weights of a student, which are its best so far, after a step; return what was written.
 

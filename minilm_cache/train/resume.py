@@ -15,6 +15,7 @@ from minilm_cache.models.tap import Head
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.slicing.slices import SliceSource
 from minilm_cache.store.durable import is_vacant, refuse_file
+from minilm_cache.store.layout import refuse_begun
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import RANDOM, SLICE, TrainConfig, check_parts, first_config, with_first
 from minilm_cache.train.folder import SUFFIX, RunFolder, is_run, state_name
@@ -129,10 +130,8 @@ def refuse_beginning(path: Path, config: TrainConfig, *, beginnings: Beginnings,
     if config.frozen == "embeddings":
         beginnings.refuse_random("--frozen embeddings")
     refuse_file(path)
-    if not resume and path.exists():
-        raise IdentityMismatchError(
-            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
-        )
+    if not resume:
+        refuse_begun(path)
 
 
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:

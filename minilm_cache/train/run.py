@@ -26,7 +26,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.urls import is_url, place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
-from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
+from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of
@@ -547,8 +547,8 @@ class _Run:
 
     def _remove_checkpoints(self) -> None:
         if self.ranks.is_first and self.config.keep_checkpoints == 0:
-            remove_checkpoints(self.folder.checkpoints)
-            remove_checkpoints(self.folder.best)
+            for folder in (self.folder.checkpoints, self.folder.best):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _load_trained(self, arch: str, state: RunState) -> StudentTrainer:
         """Load a student that another process trained: transformers saves in the first process only."""

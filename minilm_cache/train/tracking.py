@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -15,22 +15,8 @@ from minilm_cache.session import Session
 Numbers = Mapping[str, float]
 
 
-@runtime_checkable
-class Tracker(Protocol):
-    """Receiver of a run's numbers, by name."""
-
-    def log(self, values: Numbers, step: int) -> None:
-        """Report the numbers of a step."""
-        ...
-
-
-class _NoTracker:
-    def log(self, values: Numbers, step: int) -> None:
-        """Report nothing."""
-
-
 @contextmanager
-def tracking(name: str, run: Path, *, settings: Mapping[str, Any], session: Session) -> Iterator[Tracker]:
+def tracking(name: str, run: Path, *, settings: Mapping[str, Any], session: Session) -> Iterator["Tracker"]:
     """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
 
     Args:
@@ -44,7 +30,7 @@ def tracking(name: str, run: Path, *, settings: Mapping[str, Any], session: Sess
         TrackerError: the tracker does not start: its service does not answer, or requires a login.
     """
     if name == "none":
-        yield _NoTracker()
+        yield Tracker(name, None, session)
         return
     PartialState()  # accelerate's trackers need it to know which process they are in
     kind = LOGGER_TYPE_TO_CLASS[name]
@@ -62,23 +48,23 @@ def tracking(name: str, run: Path, *, settings: Mapping[str, Any], session: Sess
             f"--tracker {name} does not start: {first_line(error)}. Fix that, or leave the option "
             "out: log.jsonl is written in any case."
         ) from error
-    safe = _SafeTracker(name, tracker, session)
+    safe = Tracker(name, tracker, session)
     try:
         yield safe
     finally:
         safe.finish()
 
 
-class _SafeTracker:
-    """A tracker whose first failure is shown and ends reporting, but not the training."""
+class Tracker:
+    """A tracker, or none. Its first failure is shown, and ends reporting but not the training."""
 
-    def __init__(self, name: str, tracker: GeneralTracker, session: Session) -> None:
+    def __init__(self, name: str, tracker: GeneralTracker | None, session: Session) -> None:
         self._name = name
-        self._tracker: GeneralTracker | None = tracker
+        self._tracker = tracker
         self._progress = session.progress
 
     def log(self, values: Numbers, step: int) -> None:
-        """Report the numbers of a step, unless the tracker failed before."""
+        """Report the numbers of a step, unless there is no tracker, or it failed before."""
         self._try(lambda tracker: tracker.log(dict(values), step=step))
 
     def finish(self) -> None:

@@ -225,7 +225,7 @@ class _Export:
             model=model,
             source=source,
             tokenizer=model.tokenizer(config.max_length),
-            pooler=None if model.answers else load_pooler(model.folder, mode, width, adds_prompts=True),
+            pooler=None if model.answers else load_pooler(model.folder, mode, width),
             answers=answers,
             session=session,
         )
