@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from minilm_cache.corpus.formats import texts_beside
+from minilm_cache.corpus.formats import corpus_files, judged_files, texts_beside
 from minilm_cache.corpus.json_lines import json_objects
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.store.durable import open_regular
@@ -139,6 +139,23 @@ def judged_groups(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Map
         if right:
             row: Mapping[str, Any] = {QUERY: text, POSITIVE: right, NEGATIVE: wrong}
             yield f"query {query}", {name: row[name] for name in columns}
+
+
+def left_out_in_words(corpus: str) -> str | None:
+    """Return how many judged queries of a corpus have no relevant document. None means that each has one.
+
+    Args:
+        corpus: name of a corpus of pairs. In another than BEIR's layout nothing is judged.
+    """
+    path = Path(corpus)
+    best = dict[str, int]()
+    for file in corpus_files(path, pairs=True) if path.exists() else ():
+        for _, (query, _, grade) in _judgements(file) if judged_files(file) else ():
+            best[query] = max(grade, best.get(query, grade))
+    left_out = sum(grade <= 0 for grade in best.values())
+    if not left_out:
+        return None
+    return f"{left_out:,} of {len(best):,} judged queries have no relevant document, and are left out"
 
 
 def best_first(grades: Mapping[str, int]) -> list[str]:

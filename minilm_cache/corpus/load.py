@@ -521,7 +521,7 @@ def _load_hub(name: str) -> datasets.Dataset:
     identifier, config, split = parts_of_hub_name(name)
     try:
         loaded = datasets.load_dataset(
-            identifier, config, split=split, cache_dir=arrow_cache(Path(identifier))
+            identifier, config, split=split, cache_dir=arrow_cache(Path(identifier)), keep_in_memory=False
         )
     except (DatasetsError, OSError, ValueError) as error:
         reason = " ".join(str(error).splitlines()[:2]).rstrip(".")
@@ -530,6 +530,7 @@ def _load_hub(name: str) -> datasets.Dataset:
             "CONFIG and SPLIT (train) may be left out, or name a file."
         ) from error
     assert isinstance(loaded, datasets.Dataset)
+    assert loaded.cache_files  # which say whether the text is still the same
     return loaded
 
 

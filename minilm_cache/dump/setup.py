@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
 from minilm_cache.codecs.base import RelationCodec
+from minilm_cache.corpus.beir import left_out_in_words
 from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
@@ -296,6 +297,8 @@ def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[T
             f"{config.corpus}: {corpus.num_blank:,} of {corpus.num_blank + corpus.identity.num_documents:,} "
             "records have an empty text, and are left out"
         )
+    if config.pair_columns and (left_out := left_out_in_words(config.corpus)):
+        session.progress.note(f"{config.corpus}: {left_out}")
     if skipped := num_skipped(config.corpus):
         session.progress.note(
             f"{config.corpus}: {counted(skipped, 'file')} of other kinds, or linked folders, skipped"

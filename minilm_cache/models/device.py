@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -161,7 +161,8 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention's output, `(batch, length, heads, size)`, the way that is fast on its device."""
     is_cpu = query.device.type == "cpu"
-    if dropout > 0 and is_cpu and not torch.compiler.is_compiling():
+    is_plain = query.shape[1] == key.shape[1] and _is_plain(module, attention_mask, kwargs)
+    if dropout > 0 and is_cpu and is_plain and not torch.compiler.is_compiling():
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention_with_dropout(
             query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout
@@ -182,6 +183,15 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _is_plain(module: nn.Module, mask: Tensor | None, given: Mapping[str, object]) -> bool:
+    """Return whether a mask of booleans, or nothing, says all of which keys a query sees, and how well."""
+    is_causal = given.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    has_mask = not is_causal if mask is None else mask.dtype == torch.bool
+    return has_mask and given.get("position_bias") is None
 
 
 def attention_with_dropout(

@@ -131,7 +131,7 @@ def held_out_cosine(cache: Cache, teacher: Teacher, students: Sequence[Path]) ->
         expected = batch.signals[POOLED].float()
         count += len(expected)
         for index, encoder in enumerate(encoders):
-            vectors = encoder(batch.inputs.ids, batch.inputs.valid.long())
+            vectors = encoder(batch.inputs.ids, batch.inputs.valid.long(), batch.inputs.segments)
             sums[index] += float((1 - torch.cosine_similarity(vectors, expected)).sum())
     return [total / count if count else None for total in sums]
 

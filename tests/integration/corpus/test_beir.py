@@ -131,12 +131,15 @@ def test_judgements_go_from_a_folder_to_a_student(folder: Path, tmp_path: Path, 
         with (folder / "queries.jsonl").open("a") as queries, (folder / "qrels/train.tsv").open("a") as train:
             queries.write(json.dumps(query) + "\n")
             train.write(f"q{at}\td{at % 6}\t1\n")
+    with (folder / "qrels/train.tsv").open("a") as train:
+        train.write("q3\td0\t0\n")
     save_teacher(tmp_path / "judge", head="sequences", num_labels=1)
     code, _, err = command(
         *("dump", "--teacher", tmp_path / "judge", "--corpus", folder, "--pair-columns", COLUMNS),
         *("--for", "score", "--max-length", "32", "--out", tmp_path / "cache"),
     )
     assert code == 0, err
+    assert "1 of 63 judged queries have no relevant document" in err
     assert open_cache(str(tmp_path / "cache")).manifest.num_sequences == 64
     verify = ("verify", tmp_path / "cache", "--teacher", tmp_path / "judge", "--corpus", folder)
     code, _, err = command(*verify)

@@ -102,6 +102,15 @@ def test_a_folder_like_the_hub_that_has_the_name_of_another(tmp_path: Path) -> N
         assert read(f"hf:{write_hub(tmp_path / place / 'hub', {'of': {'train': rows}})}") == [text]
 
 
+def test_a_data_set_is_no_old_one_where_datasets_would_keep_it_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.IN_MEMORY_MAX_SIZE", 10**9)
+    for text in ("one", "two"):
+        hub = write_hub(tmp_path / "hub", {"of": {"train": Dataset.from_dict({"text": [text]})}})
+        assert read(f"hf:{hub}") == [text]
+
+
 def test_lines_of_a_text_file_are_documents_where_that_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "c.txt"
     file.write_text("one line\nanother line\n\nthe last")

@@ -23,11 +23,14 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import PairColumns
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
-from minilm_cache.errors import CacheCorruptError, CorpusError, TeacherError
+from minilm_cache.errors import CacheCorruptError, CorpusError, InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs, cut_pair
 from minilm_cache.models.load import load_model
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import build_student, shape_config
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.report.compare import held_out_cosine
 from minilm_cache.report.provenance import dump_command
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
@@ -241,6 +244,19 @@ def test_a_student_of_scores_is_a_cross_encoder(world: World) -> None:
     with torch.no_grad():
         expected = model(**read).logits[:, 0].numpy()
     np.testing.assert_allclose(encoder.predict(found), expected, atol=1e-5)
+
+
+def test_vectors_of_pairs_are_compared_again_as_they_were_learned(world: World) -> None:
+    """What a report measures of students of assistants is what a direct student's record has."""
+    cache = world.dump(**PAIRS, codec="none", pooled=True, pooling="mean")
+    run = world.train("run", arch=("2x32",), objective="embedding", steps=2)
+    teacher = Teacher(locate_teacher(str(world.teacher)), torch.device("cpu"))
+    (cosine,) = held_out_cosine(open_cache(cache.path), teacher, [run.student_path("2x32")])
+    (student,) = run.record.students
+    assert student.held_out_after is not None
+    assert cosine == pytest.approx(student.held_out_after["cosine"], abs=1e-5)
+    with pytest.raises(InvalidConfigError, match=r"has no student 9x9. Its students: 2x32"):
+        run.student_path("9x9")
 
 
 def test_vectors_of_pairs_are_stored_where_an_objective_would_take_single_texts(

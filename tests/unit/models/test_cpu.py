@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minilm_cache.models.device import CpuDropout, attention, attention_with_dropout, draw_faster, kept
 from minilm_cache.models.tap import ATTENTION
-from tests.support import TINY, VOCABULARY, tiny_model
+from tests.support import BIASED, DECODERS, TINY, VOCABULARY, tiny_model
 
 
 def test_elements_are_dropped_with_the_probability_and_the_rest_scaled() -> None:
@@ -82,6 +82,25 @@ def test_attention_of_bfloat16_vectors_is_trained_in_float32(masked: bool) -> No
     with torch.no_grad():
         evaluated, _ = attention(nn.Module(), vectors[0], vectors[1], vectors[2], mask, is_causal=False)
         assert evaluated.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", [*TINY, *DECODERS, *BIASED])
+def test_dropout_that_drops_nothing_changes_nothing(family: str) -> None:
+    """A student sees in training what it sees in use, with padding and without, also one of a decoder."""
+    config = tiny_model(family).config.to_dict()
+    nothing = {name: 1e-9 for name, value in config.items() if "drop" in name and isinstance(value, float)}
+    model = tiny_model(family, attention=ATTENTION, **nothing)
+    draw_faster(model)
+    ids = torch.randint(5, len(VOCABULARY), (2, 12), generator=torch.Generator().manual_seed(0))
+    for seen in (torch.ones(2, 12), (torch.arange(12) < torch.tensor([[12], [7]])).float()):
+        with torch.no_grad():
+            trained, used = (
+                model.train(is_trained)(input_ids=ids, attention_mask=seen.long()).last_hidden_state[
+                    seen.bool()
+                ]
+                for is_trained in (True, False)
+            )
+        torch.testing.assert_close(trained, used, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", TINY)
