@@ -13,7 +13,19 @@ from decimal import Decimal
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -179,6 +191,9 @@ class ModelSettings(RevisionSettings, DeviceSettings):
     """Models from a hub, and where to run them."""
 
 
+TEXTS_OR_PAIRS: Final = "--text-column and --pair-columns both name the texts: give one of them"
+
+
 class ColumnSettings(WrittenSettings):
     """Where the text of records is."""
 
@@ -188,6 +203,12 @@ class ColumnSettings(WrittenSettings):
     one text together; with commas, like question,answer, each is a document. None means `text`."""
     documents: Literal["paragraphs", "lines"] = "paragraphs"
     """What is a document in .txt files: the text between empty lines (`paragraphs`), or a line (`lines`)."""
+
+    @model_validator(mode="after")
+    def _texts_or_pairs(self) -> Self:
+        if self.text_column is not None and getattr(self, "pair_columns", None) is not None:
+            raise ValueError(TEXTS_OR_PAIRS)
+        return self
 
 
 class CorpusSettings(ColumnSettings):

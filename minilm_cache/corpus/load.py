@@ -38,6 +38,7 @@ from minilm_cache.corpus.formats import (
 from minilm_cache.corpus.pairs import Known, PairColumns, read_pairs
 from minilm_cache.corpus.records import COPIES_OF, Record, Roles, dataset_records, read_records
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.settings import TEXTS_OR_PAIRS
 from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
 from minilm_cache.store.checked import sha256_texts
@@ -321,6 +322,8 @@ def _refuse_columns(
 ) -> None:
     """Raise InvalidConfigError for settings of files or of columns that a corpus does not consist of."""
     _columns(text_column)  # each once
+    if text_column is not None and pair_columns is not None:
+        raise InvalidConfigError(f"{TEXTS_OR_PAIRS}.")
     if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
         raise InvalidConfigError(_NO_LINES.format(name=name))
     if name == PYTHON_DOCS and (roles is not None or pair_columns is not None):

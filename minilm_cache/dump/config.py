@@ -288,8 +288,6 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
             raise ValueError(
                 "--logits goes with --packing records or pairs: an answer is about one document, or one pair"
             )
-        if self.pair_columns is not None and self.text_column is not None:
-            raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
         if self.codec == "none" and not self.has_states:
             raise ValueError(
                 "--codec none stores no relations, and nothing else is asked for. Add --for embedding, "
@@ -423,12 +421,6 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     """Tokens that the model reads of a document; words beyond them are not replaced."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the random replacements."""
-
-    @model_validator(mode="after")
-    def _texts_or_pairs(self) -> "AugmentConfig":
-        if self.pair_columns is not None and self.text_column is not None:
-            raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
-        return self
 
 
 PLANNED = frozenset(

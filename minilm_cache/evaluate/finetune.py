@@ -19,7 +19,7 @@ from transformers import (
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.examples import Track
-from minilm_cache.evaluate.kind import Kind, Predictions
+from minilm_cache.evaluate.kind import EncodedSet, Kind, Predictions
 from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.models.device import choose_device
 from minilm_cache.session import Session
@@ -41,9 +41,11 @@ class Tuned:
     train_s: float
     """Seconds of training, without predictions."""
     num_cut: dict[str, int]
-    """Examples of each set whose texts were cut."""
+    """Examples of each set, and of `train`, whose texts were cut."""
 
 
+TRAIN: Final = "train"
+"""Name of the training set."""
 TRIALS_KEPT: Final = "interrupted: trials that have ended are kept. Run the same command again to resume."
 
 
@@ -120,7 +122,8 @@ def fine_tune(
         InterruptedRunError: a stop was requested.
     """
     encoded_sets = {name: kind.encode(examples, tokenizer) for name, examples in track.sets().items()}
-    features = kind.encode(track.train, tokenizer).features if identity.epochs else []
+    learned = kind.encode(track.train, tokenizer) if identity.epochs else EncodedSet([], [])
+    features = learned.features
     num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
     total = len(features) * identity.epochs + num_scored
     session.progress.start(title, total, "sequences")
@@ -142,7 +145,7 @@ def fine_tune(
             name: kind.predict(trainer, encoded, callback.advance) for name, encoded in encoded_sets.items()
         }
     finite = {name: predicted for name, predicted in predictions.items() if predicted is not None}
-    num_cut = {name: encoded.num_cut for name, encoded in encoded_sets.items()}
+    num_cut = {name: encoded.num_cut for name, encoded in {**encoded_sets, TRAIN: learned}.items()}
     return Tuned(model, finite if len(finite) == len(predictions) else None, train_s, num_cut)
 
 

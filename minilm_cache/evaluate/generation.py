@@ -158,12 +158,18 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
             add_special_tokens=False,
             truncation=True,
             max_length=decoding.max_new_tokens - 1,
-        )["input_ids"]
+        )
+        num_cut += sum(bool(each.overflowing) for each in targets.encodings or ())
         features = [
             {"source": source, "target": [*target, tokenizer.sep_token_id]}
-            for source, target in zip(sources, targets, strict=True)
+            for source, target in zip(sources, targets["input_ids"], strict=True)
         ]
         return _EncodedTexts(examples, features, tokenizer, num_cut=num_cut)
+
+    def longest(self, max_length: int) -> str:
+        """Return what is read of sources, and learned of targets; see `Kind.longest`."""
+        most = self.generation.decoding.max_new_tokens
+        return f"{max_length} tokens, or their targets than --max-new-tokens {most}"
 
     def collator(self, tokenizer: PreTrainedTokenizerFast) -> Callable[[Features], dict[str, Any]]:
         """Return what makes a batch of masked targets; it draws from `random`, which the Trainer seeds."""

@@ -51,6 +51,10 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
 
     task: AnyTask
 
+    def longest(self, max_length: int) -> str:
+        """Return how long texts are that are not cut, in words."""
+        return f"{max_length} tokens"
+
     def configured(self: AnyKind, config: EvaluateConfig) -> AnyKind:
         """Return the kind with the task's lengths and other settings as they were given.
 

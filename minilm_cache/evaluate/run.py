@@ -18,7 +18,7 @@ from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_card
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import Source, data_source
-from minilm_cache.evaluate.finetune import TRIALS_KEPT, Tuned, check_device, fine_tune
+from minilm_cache.evaluate.finetune import TRAIN, TRIALS_KEPT, Tuned, check_device, fine_tune
 from minilm_cache.evaluate.kind import Kind, Scores, kind_of
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_task import read_own_task
@@ -243,10 +243,11 @@ def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[s
     """Yield a remark for each task of whose texts models have not read the ends."""
     most: dict[tuple[str, str], tuple[int, str]] = {}
     for trial, record in zip(trials, records, strict=True):
+        of_sets = {**record.num_scored, TRAIN: record.num_train}
         for name, count in record.num_cut.items():
             words = (
-                f"{counted(count, 'text')} of {record.num_scored[name]:,} in {name} are longer than "
-                f"{record.identity.max_length} tokens, and were cut"
+                f"{counted(count, 'text')} of {of_sets[name]:,} in {name} are longer than "
+                f"{trial.kind.longest(record.identity.max_length)}, and were cut"
             )
             key = trial.kind.task.title, name
             most[key] = max(most.get(key, (0, "")), (count, words))
@@ -428,7 +429,7 @@ def _run_trial(
         model=trial.model.title,
         num_train=len(track.train),
         num_scored={name: len(track.sets()[name]) for name in scores},
-        num_cut={name: tuned.num_cut[name] for name in scores if tuned.num_cut[name]},
+        num_cut={name: count for name, count in tuned.num_cut.items() if count and scores},
         train_s=tuned.train_s,
         scores=scores,
         headline=kind.headline({name: scores[name] for name in track.dev}) if scores else None,

@@ -15,6 +15,7 @@ from tokenizers import decoders
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs, cut_pair, texts_of_pair
 from minilm_cache.models.tokenizer import tokenizer_sha256
@@ -120,7 +121,9 @@ class OtherTokenizer(StudentTokens):
             [*before, *first, *between, *second, *after]
             for first, second in zip(firsts, seconds, strict=True)
         )
-        return Inputs.of([_cut(torch.tensor(whole), most, self.pair) for whole in wholes], self.pad_token)
+        return Inputs.of(
+            [_cut(torch.tensor(whole), most, pair=self.pair) for whole in wholes], self.pad_token
+        )
 
     def _texts(self, rows: Sequence[Any]) -> list[str]:
         # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
@@ -131,12 +134,15 @@ class OtherTokenizer(StudentTokens):
         ]
 
 
-def _cut(row: Int[Tensor, " length"], most: int, pair: PairTemplate | None) -> Int[Tensor, " cut"]:
-    """Return a sequence cut to `most` tokens: before its last token, or as pairs are cut."""
+def _cut(
+    row: Int[Tensor, " length"], most: int, *, pair: PairTemplate | None, num_after: int = 0
+) -> Int[Tensor, " cut"]:
+    """Return a sequence cut to `most` tokens: before the last ones, which end every text, or as pairs are."""
     if len(row) <= most:
         return row
     if pair is None:
-        return torch.cat([row[: most - 1], row[-1:]])
+        end = len(row) - num_after
+        return torch.cat([row[: most - num_after], row[end:]])
     start, end = len(pair.before), len(row) - len(pair.after)
     texts = cut_pair(row[start:end].numpy(), most - start - len(pair.after), pair)
     return torch.cat([row[:start], torch.from_numpy(texts), row[end:]])
@@ -145,7 +151,7 @@ def _cut(row: Int[Tensor, " length"], most: int, pair: PairTemplate | None) -> I
 class Vocabulary(StudentTokens):
     """The pieces that students have of a cache's tokenizer.
 
-    Lost pieces are spelled by others, and what becomes too long is cut before its last token; where tokens
+    Lost pieces are spelled by others, and what becomes too long is cut as texts are in use; where tokens
     have to keep their places, a lost piece is an unknown one.
     """
 
@@ -167,6 +173,7 @@ class Vocabulary(StudentTokens):
         """
         self.pieces, self.kept = pieces, tuple(kept)
         self.tokenizer = pieces.trimmed(kept)
+        self._num_after = len(template_of(pieces.tokenizer).after)
         self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
@@ -213,5 +220,5 @@ class Vocabulary(StudentTokens):
         places = (self._first[ids] - counts.cumsum(0) + counts).repeat_interleave(counts)
         spelled = self._spelling[places + torch.arange(len(places))]
         lengths = [int(part.sum()) for part in counts.split(inputs.lengths.tolist())]
-        rows = [_cut(row, most, self.pair) for row in spelled.split(lengths)]
+        rows = [_cut(row, most, pair=self.pair, num_after=self._num_after) for row in spelled.split(lengths)]
         return Inputs.of(rows, self.pad_token)

@@ -8,7 +8,7 @@ from pathlib import Path
 from minilm_cache.evaluate.files import own_rows, read_own_text
 from minilm_cache.models.decoding import refuse_other_sources
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.generation import TextGenerator
+from minilm_cache.models.generation import TextGenerator, encode_sources
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
@@ -59,6 +59,12 @@ def generate(
     decoding = generator.decoding.changed(config)
     if config.max_length is not None:
         decoding = decoding.with_changes(max_source=config.max_length)
+    _, num_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
+    if num_cut:
+        session.progress.note(
+            f"texts of more than {decoding.max_source} tokens are cut: {num_cut:,} of {len(sources):,}. Give a "
+            "greater --max-length if the model has positions for it"
+        )
     session.progress.start("generate", len(sources), "texts")
 
     def advance(count: int) -> None:

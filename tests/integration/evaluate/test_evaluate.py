@@ -350,14 +350,15 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
 
 def test_texts_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: Command) -> None:
     """Exactly: a text that just fits is none of them."""
-    for name, sizes in (("train", (1, 2, 3, 4)), ("dev", (1, 29, 30, 40))):
+    for name, sizes in (("train", (1, 2, 3, 31)), ("dev", (1, 29, 30, 40))):
         rows = [f"{'ba ' * words}{name},{number % 2}" for number, words in enumerate(sizes)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
     own = ("--task", tmp_path / "train.csv", "--dev", tmp_path / "dev.csv", "--epochs", 1)
     found = evaluated(command, teacher, *own, "--out", tmp_path / "out")
-    assert [trial["num_cut"] for trial in found["trials"]] == [{"dev": 2}]
-    (cut,) = (line for line in found["remarks"] if "cut" in line)
+    assert [trial["num_cut"] for trial in found["trials"]] == [{"dev": 2, "train": 1}]
+    cut, learned = (line for line in found["remarks"] if "cut" in line)
     assert "2 texts of 4 in dev are longer than 32 tokens, and were cut. Give a greater --max-length" in cut
+    assert "1 text of 4 in train" in learned
 
 
 def test_divergence_hides_nothing(teacher: Path, tmp_path: Path, command: Command) -> None:

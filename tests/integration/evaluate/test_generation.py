@@ -103,6 +103,9 @@ def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, c
     code, printed, err = command("generate", folder / "model", written[0]["src"], written[1]["src"])
     assert code == 0, err
     assert printed.splitlines() == generated[:2]
+    assert "cut" not in err
+    code, _, err = command("generate", folder / "model", "ba", "ba " * 40)
+    assert (code, "texts of more than 24 tokens are cut: 1 of 2" in err) == (0, True), err
 
 
 def test_other_settings_are_other_trials(teacher: Path, tmp_path: Path, command: Command) -> None:
@@ -198,11 +201,17 @@ def test_scores_that_some_trials_lack_are_left_out(teacher: Path, tmp_path: Path
 def test_texts_that_are_trained_on_and_scored_are_counted(
     teacher: Path, tmp_path: Path, command: Command
 ) -> None:
-    file, dev = _write(tmp_path / "own.jsonl", _rows(16)), _write(tmp_path / "dev.jsonl", _rows(16)[:3])
-    words = ("evaluate", teacher, "--task", file, "--dev", dev, *FAST, "--device", "cpu")
-    code, _, err = command(*words, "--out", tmp_path / "out")
+    """Targets that are cut, too: the model learns to end where they were."""
+    rows = [*_rows(16), {"src": "ba", "tgt": "ba " * 9}]
+    file, dev = _write(tmp_path / "own.jsonl", rows), _write(tmp_path / "dev.jsonl", _rows(16)[:3])
+    words = ("evaluate", teacher, "--task", file, "--dev", dev, *FAST, "--device", "cpu", "--json")
+    code, printed, err = command(*words, "--out", tmp_path / "out")
     assert code == 0, err
     assert "own.jsonl: 3 of the 3 texts that are scored are also trained on" in err
+    found = json.loads(printed)
+    assert [trial["num_cut"] for trial in found["trials"]] == [{"train": 1}]
+    (cut,) = (line for line in found["remarks"] if "were cut" in line)
+    assert "1 text of 17 in train are longer than 24 tokens, or their targets than --max-new-tokens 6" in cut
 
 
 def test_columns_may_be_named_without_the_target(teacher: Path, tmp_path: Path, command: Command) -> None:

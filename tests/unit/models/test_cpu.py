@@ -88,7 +88,9 @@ def test_attention_of_bfloat16_vectors_is_trained_in_float32(masked: bool) -> No
 def test_dropout_that_drops_nothing_changes_nothing(family: str) -> None:
     """A student sees in training what it sees in use, with padding and without, also one of a decoder."""
     config = tiny_model(family).config.to_dict()
-    nothing = {name: 1e-9 for name, value in config.items() if "drop" in name and isinstance(value, float)}
+    nothing: dict[str, Any] = {
+        name: 1e-9 for name, value in config.items() if "drop" in name and isinstance(value, float)
+    }
     model = tiny_model(family, attention=ATTENTION, **nothing)
     draw_faster(model)
     ids = torch.randint(5, len(VOCABULARY), (2, 12), generator=torch.Generator().manual_seed(0))

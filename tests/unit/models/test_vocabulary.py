@@ -126,6 +126,25 @@ def counts(pieces: Pieces, lines: Sequence[str]) -> np.ndarray:
     return pieces.counts(np.asarray(pieces.tokenizer(line)["input_ids"]) for line in lines)
 
 
+@pytest.mark.parametrize("ending", ["", " </s>", " </s> </s>"])
+def test_spelled_texts_are_cut_as_in_use(ending: str) -> None:
+    """Whatever number of tokens ends each text, and also where it is none, as with decoders."""
+    built = wordpiece()
+    built.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A{ending}", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    pieces, lines = Pieces(fast(built)), texts(60)
+    counted = counts(pieces, lines)
+    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 10))
+    rows = [torch.tensor(pieces.tokenizer(line)["input_ids"]) for line in lines]
+    wholes = [vocabulary.row(row, 512) for row in rows]
+    assert any(len(whole) > 12 for whole in wholes)
+    for line, row, whole in zip(lines, rows, wholes, strict=True):
+        if whole.tolist() == vocabulary.tokenizer(line)["input_ids"]:
+            used = vocabulary.tokenizer(line, truncation=True, max_length=12)["input_ids"]
+            assert vocabulary.row(row, 12).tolist() == used
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
 @given(
