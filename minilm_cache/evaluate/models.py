@@ -33,7 +33,7 @@ from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words, som
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
-from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
+from minilm_cache.train.students import refuse_other_weights, refuse_unfinished, unfinished_in_words
 from minilm_cache.wording import some_of
 
 
@@ -234,6 +234,8 @@ def find_models(
     """
     models: list[Evaluated] = []
     found = list(_with_runs(dict.fromkeys(names)))
+    for line in filter(None, map(unfinished_in_words, map(Path, dict.fromkeys(names)))):
+        note(line)
     if revision is not None and all(is_run(Path(name)) for name in found):
         raise InvalidConfigError(
             f"--revision {revision} goes with a model from the hub; {found[0]} is a run."

@@ -15,7 +15,6 @@ from tokenizers import decoders
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.inputs import Inputs, cut_pair, texts_of_pair
 from minilm_cache.models.tokenizer import tokenizer_sha256
@@ -161,6 +160,7 @@ class Vocabulary(StudentTokens):
         counts: npt.NDArray[np.int64],
         kept: Sequence[int],
         *,
+        num_after: int,
         pair: PairTemplate | None = None,
     ) -> None:
         """Prepare to read sequences.
@@ -169,11 +169,12 @@ class Vocabulary(StudentTokens):
             pieces: the pieces of the cache's tokenizer.
             counts: how often the cache has each piece, `(pieces,)`: others are not looked at.
             kept: numbers of the pieces that students have, ascending.
+            num_after: special tokens after a single text, which stay where it is cut.
             pair: what stands around and between the texts of the cache's pairs. None means single texts.
         """
         self.pieces, self.kept = pieces, tuple(kept)
         self.tokenizer = pieces.trimmed(kept)
-        self._num_after = len(template_of(pieces.tokenizer).after)
+        self._num_after = num_after
         self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))

@@ -372,8 +372,9 @@ def report_runs(
     check_page(out, runs[0].reference, teacher=teacher, map_texts=map_texts)
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     by_folder = [known_scores(path) for path in resolved]
-    scores = {name: scored for known in by_folder for name, scored in known.items()}
-    several = [_OF_SEVERAL] if sum(map(bool, by_folder)) > 1 else []
+    scores = {name: scored for known, _ in by_folder for name, scored in known.items()}
+    several = [_OF_SEVERAL] if sum(bool(known) for known, _ in by_folder) > 1 else []
+    several += [line for _, left_out in by_folder for line in left_out]
     students = students_table(runs, teacher, device=config.device, scores=scores)
     report = write_report(
         out,

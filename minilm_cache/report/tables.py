@@ -7,6 +7,7 @@ students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,9 +33,10 @@ from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import open_regular, regular_bytes
 from minilm_cache.store.parquet_headers import refuse_bomb
-from minilm_cache.train.folder import RunFolder
-from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
-from minilm_cache.wording import Place, number_text
+from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord, load_record
+from minilm_cache.train.students import unfinished_in_words
+from minilm_cache.wording import Place, number_text, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -244,7 +246,12 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
     places = {Path(folder).resolve(): Path(folder) for folder in folders}.values()
     opened = {run.path.resolve(): run for place in places for run in open_runs(place)}
     runs = with_short_names(list(opened.values()))
-    scores = {name: scored for place in places for name, scored in known_scores(place).items()}
+    scores: dict[str, dict[str, float]] = {}
+    for place in places:
+        known, left_out = known_scores(place)
+        scores |= known
+        for line in left_out:
+            warnings.warn(line, stacklevel=2)
     live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(None))
     if live is not None and not any(is_teacher_of(live, run.reference) for run in runs):
         check_is_teacher_of(live, runs[0].reference)
@@ -253,16 +260,23 @@ def results(*folders: Place, teacher: str | None = None) -> "pd.DataFrame":
     return frame
 
 
-def known_scores(study: Path) -> dict[str, dict[str, float]]:
-    """Return the scores on tasks that the table of a study has, by run and shape; empty without one."""
+def known_scores(study: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Return the scores on tasks that the table of a study has, by run and shape, and what is left out.
+
+    The scores are empty for a folder without such a table. Runs that are not complete are left out, and
+    scores of students that were trained for longer after they were scored; each in words.
+    """
+    unfinished = unfinished_in_words(study)
+    left_out = [] if unfinished is None else [unfinished]
     file = study / STUDENTS_FILE
     if not file.is_file():
-        return {}
+        return {}, left_out
     try:
         with open_regular(file, follow_links=True) as opened:
             metrics = [name for name in pq.read_schema(opened).names if name.startswith(SCORE)]
-            refuse_bomb(opened, ["run", "arch", *metrics])
-            kinds = {"run": pa.string(), "arch": pa.string(), **dict.fromkeys(metrics, pa.float64())}
+            kinds = {"run": pa.string(), "arch": pa.string(), "steps": pa.int64()}
+            kinds |= dict.fromkeys(metrics, pa.float64())
+            refuse_bomb(opened, list(kinds))
             schema = pa.schema([pa.field(name, kind, name in metrics) for name, kind in kinds.items()])
             table = pq.read_table(opened, columns=list(kinds)).select(list(kinds)).cast(schema)
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
@@ -270,10 +284,17 @@ def known_scores(study: Path) -> dict[str, dict[str, float]]:
             f"cannot read {file}: {first_line(error)}. Run the study again; it makes the table anew."
         ) from error
     known: dict[str, dict[str, float]] = {}
+    older: list[str] = []
     for row in table.to_pylist() if metrics else ():
+        run = study.resolve() / "runs" / row["run"]
+        if is_run(run) and load_record(run).identity.steps != row["steps"]:
+            older.append(f"{run.name}/{row['arch']}")
+            continue
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
-        known[f"{study.resolve() / 'runs' / row['run']}/{row['arch']}"] = scored
-    return known
+        known[f"{run}/{row['arch']}"] = scored
+    if older:
+        left_out.append(f"{study}: scores from before further training, left out: {some_of(older)}")
+    return known, left_out
 
 
 def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError, TeacherError
 from minilm_cache.models.files import weight_files, weights_sha256
-from minilm_cache.train.folder import RunFolder
-from minilm_cache.train.record import RunRecord
+from minilm_cache.train.folder import RunFolder, rounds_of, runs_of
+from minilm_cache.train.record import RunRecord, load_record
+from minilm_cache.wording import counted, some_of
 
 
 def refuse_other_weights(folder: Path, record: RunRecord, arch: str | None = None) -> None:
@@ -34,6 +35,15 @@ def refuse_unfinished(folder: Path, record: RunRecord) -> None:
             f"run {folder} is not complete, and its students are not written yet. Finish it with the command "
             "that began it; it resumes."
         )
+
+
+def unfinished_in_words(folder: Path) -> str | None:
+    """Return which runs of a chain, a study or a search are not complete. None means none, or all of them."""
+    runs = [*runs_of(folder), *rounds_of(folder)]
+    left = [run.name for run in runs if not load_record(run).complete]
+    if not left or len(left) == len(runs):
+        return None
+    return f"{folder}: {counted(len(left), 'run')} not complete, left out: {some_of(left)}"
 
 
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:

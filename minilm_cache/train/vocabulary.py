@@ -41,7 +41,9 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
         pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
     )
     kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
-    return Vocabulary(pieces, counts + of_held_out, kept, pair=cache.manifest.identity.packing.pair)
+    packing = cache.manifest.identity.packing
+    num_after = 1 if packing.template is None else len(packing.template.after)  # else [CLS] text [SEP]
+    return Vocabulary(pieces, counts + of_held_out, kept, num_after=num_after, pair=packing.pair)
 
 
 def listed_name(config: TrainConfig, cache: Cache) -> str | None:

@@ -62,8 +62,8 @@ def generate(
     _, num_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
     if num_cut:
         session.progress.note(
-            f"texts of more than {decoding.max_source} tokens are cut: {num_cut:,} of {len(sources):,}. Give a "
-            "greater --max-length if the model has positions for it"
+            f"texts of more than {decoding.max_source} tokens are cut: {num_cut:,} of {len(sources):,}. Give "
+            "a greater --max-length if the model has positions for it"
         )
     session.progress.start("generate", len(sources), "texts")
 

@@ -26,7 +26,7 @@ from minilm_cache.evaluate.tasks import TASKS, GenerationTask
 from minilm_cache.models.decoding import GENERATION_FILE, Decoding
 from minilm_cache.session import Silent
 from tests.fixtures import Command
-from tests.support import WORDS, save_teacher, write_hub
+from tests.support import WORDS, save_teacher, tiny_tokenizer, write_hub
 from tests.tasks import write_squad, write_sst2
 
 SHORT = ("--max-length", 24, "--max-new-tokens", 6, "--num-beams", 2)
@@ -396,7 +396,9 @@ def test_texts_that_come_out_empty_are_counted(
     decoding = Decoding(max_source=24, max_new_tokens=6)
     folder = shutil.copytree(teacher, tmp_path / "generator")
     (folder / GENERATION_FILE).write_text(decoding.model_dump_json())
-    ended = SimpleNamespace(pairs=False, decoding=decoding, generate=lambda *_, **__: ["", "be"])
+    ended = SimpleNamespace(
+        pairs=False, decoding=decoding, tokenizer=tiny_tokenizer(), generate=lambda *_, **__: ["", "be"]
+    )
     monkeypatch.setattr(TextGenerator, "load", lambda *_: ended)
     code, out, err = command("generate", folder, "ba", "bi")
     assert code == 0, err

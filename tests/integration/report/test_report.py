@@ -31,7 +31,7 @@ from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.plots import drawing_script
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
-from minilm_cache.report.tables import known_scores
+from minilm_cache.report.tables import known_scores, results
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
@@ -474,8 +474,8 @@ def test_scores_of_several_studies_are_said_to_be(world: World, command: Command
     for seed, folder in enumerate(folders):
         words = ("--arch", "1x16", "--steps", 2, "--seed", seed, "--out", folder / "runs/r")
         assert command("train", world.root / "cache", *words)[0] == 0
-        table = pa.table({"run": ["r"], "arch": ["1x16"], "score: SST-2 accuracy": [90.0 - seed]})
-        pq.write_table(table, folder / "students.parquet")
+        scored = {"run": ["r"], "arch": ["1x16"], "steps": [2], "score: SST-2 accuracy": [90.0 - seed]}
+        pq.write_table(pa.table(scored), folder / "students.parquet")
     page = world.root / "page.html"
     code, out, err = command("report", *folders, "--out", page)
     assert code == 0, err
@@ -485,13 +485,40 @@ def test_scores_of_several_studies_are_said_to_be(world: World, command: Command
     assert "several studies" not in out + page.read_text()
 
 
+def test_what_a_study_has_not_finished_or_has_trained_further_is_said(world: World, command: Command) -> None:
+    """Scores of students that went on are not shown beside their new losses."""
+    cache, study, page = world.dump().path, world.root / "study", world.root / "page.html"
+    for name in ("a", "b", "c"):
+        words = ("--arch", "1x16", "--steps", 2, "--out", study / "runs" / name)
+        assert command("train", cache, *words)[0] == 0
+    record = study / "runs/c/run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "complete": False}))
+    scored = {"run": ["a", "b"], "arch": 2 * ["1x16"], "steps": [2, 1], "score: x": [1.0, 2.0]}
+    pq.write_table(pa.table(scored), study / "students.parquet")
+    known, left_out = known_scores(study)
+    assert {Path(name).parent.name for name in known} == {"a"}
+    assert [line.removeprefix(f"{study}: ") for line in left_out] == [
+        "1 run not complete, left out: c",
+        "scores from before further training, left out: b/1x16",
+    ]
+    code, out, err = command("report", study, "--out", page, "--json")
+    assert code == 0, err
+    assert set(json.loads(out)["cautions"]) >= {f"{line}." for line in left_out}
+    said = (pytest.warns(UserWarning, match=what) for what in ("not complete", "before further training"))
+    with next(said), next(said):
+        results(study)
+    code, _, err = command("speed", world.teacher, study, "--turns", 1, "--batch-size", 1, "--length", 8)
+    assert (code, left_out[0] in err) == (0, True), err
+
+
 @pytest.mark.parametrize(
     "table",
     [
-        {"arch": ["1x16"], "score: x": [1.0]},
-        {"run": [None], "arch": ["1x16"], "score: x": [1.0]},
-        {"run": [3], "arch": [["1x16"]], "score: x": [1.0]},
-        {"run": ["r"], "arch": ["1x16"], "score: x": ["good"]},
+        {"arch": ["1x16"], "steps": [1], "score: x": [1.0]},
+        {"run": ["r"], "arch": ["1x16"], "score: x": [1.0]},
+        {"run": [None], "arch": ["1x16"], "steps": [1], "score: x": [1.0]},
+        {"run": [3], "arch": [["1x16"]], "steps": [1], "score: x": [1.0]},
+        {"run": ["r"], "arch": ["1x16"], "steps": [1], "score: x": ["good"]},
     ],
 )
 def test_a_table_of_scores_that_no_study_wrote_is_one_line(tmp_path: Path, table: dict[str, Any]) -> None:

@@ -135,7 +135,9 @@ def test_spelled_texts_are_cut_as_in_use(ending: str) -> None:
     )
     pieces, lines = Pieces(fast(built)), texts(60)
     counted = counts(pieces, lines)
-    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 10))
+    vocabulary = Vocabulary(
+        pieces, counted, pieces.chosen(counted, len(pieces.always) + 10), num_after=ending.count("</s>")
+    )
     rows = [torch.tensor(pieces.tokenizer(line)["input_ids"]) for line in lines]
     wholes = [vocabulary.row(row, 512) for row in rows]
     assert any(len(whole) > 12 for whole in wholes)
@@ -208,7 +210,7 @@ def test_lost_pieces_are_spelled_by_kept_ones(kind: str) -> None:
 def test_ends_of_words_are_spelled_as_the_smaller_tokenizer_cuts_them() -> None:
     pieces, lines = PIECES["BPE with ends"], texts(60)
     counted = counts(pieces, lines)
-    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 20))
+    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 20), num_after=1)
     for line in lines:
         ids = pieces.tokenizer(line)["input_ids"]
         own = vocabulary.row(torch.tensor(ids), 512).tolist()
@@ -224,7 +226,7 @@ def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
     pieces = PIECES[kind]
     lines = texts(20)
     counted = counts(pieces, lines)
-    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 30))
+    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 30), num_after=1)
     rows = [torch.tensor(pieces.tokenizer(line)["input_ids"]) for line in lines]
     inputs = Inputs.of(rows, pieces.tokenizer.pad_token_id)
     longest = int(inputs.lengths.max())
@@ -270,8 +272,8 @@ def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: b
     names = {name: token for name, token in NAMES.items() if has_unknown or name != "unk_token"}
     pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=bpe(), **names))
     counted = counts(pieces, texts(20))
-    everything = Vocabulary(pieces, counted, pieces.chosen(counted, None))
-    some = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 5))
+    everything = Vocabulary(pieces, counted, pieces.chosen(counted, None), num_after=1)
+    some = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 5), num_after=1)
 
     everything.check_places(reads_texts=True)
     with pytest.raises(InvalidConfigError, match="spelled by other pieces where whole texts are"):
