@@ -29,8 +29,9 @@ def number_text(value: int | float | None, digits: int = 4) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, which takes an s unless the number is 1."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    """Return a number with its noun, in the plural unless the number is 1."""
+    plural = f"{noun.removesuffix('y')}ies" if noun.endswith("y") and noun[-2] not in "aeou" else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def some_of(names: Sequence[str]) -> str:

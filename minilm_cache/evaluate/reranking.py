@@ -36,6 +36,7 @@ from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import IN_FLOAT32, is_classifier, load_model, read_config
 from minilm_cache.models.outline import no_reranker
+from minilm_cache.models.tokenizer import cut_in_words
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, storage_errors
 
@@ -264,6 +265,8 @@ def _reranked(
     score = _scorer(model, config, str(device))
     pairs = [(query, name) for query, documents in found.items() for name in documents]
     texts = [(data.queries[query], data.documents[name]) for query, name in pairs]
+    if cut := cut_in_words(model.tokenizer(config.max_length), texts, config.max_length, noun="pair"):
+        session.progress.note(f"{model.name}: {cut}")
     # Pairs of about one length share a batch across parts, too: padding would be most of a reranker's time.
     order = np.argsort([len(one) + len(other) for one, other in texts], kind="stable")[::-1]
     scores, started = np.empty(len(texts)), time.perf_counter()

@@ -13,6 +13,8 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.settings import EmbeddingsConfig, OwnDataSettings
 from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.prompts import read_prompts
+from minilm_cache.models.tokenizer import cut_in_words, load_tokenizer
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import refuse_run_as_teacher
 
@@ -111,6 +113,12 @@ def vectors_of(
         )
     for vectors in (queries, documents):
         refuse_no_direction(vectors, model.name)
+    tokenizer, prompts = load_tokenizer(model.folder, has_ends=False), read_prompts(model.folder).by_name
+    for role, texts in (("query", data.queries), ("document", data.documents)):
+        prompted = [(prompts.get(role, "") + text,) for text in texts.values()]
+        cut = cut_in_words(tokenizer, prompted, encoder.max_seq_length or config.max_length, noun=role)
+        if cut is not None:
+            session.progress.note(f"{model.name}: {cut}")
     return queries, documents
 
 

@@ -35,7 +35,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, refuse_more_words
+from minilm_cache.models.tokenizer import cut_in_words, has_tokenizer, load_tokenizer, refuse_more_words
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
@@ -548,6 +548,10 @@ class SentenceModel:
             limit = min(limit, self._tokenizer.model_max_length)
         self._max_length, self._prompts = limit, read_prompts(folder)
         self._has_units = self._prompts.similarity != "dot"
+
+    def cut_in_words(self, texts: Sequence[str], *, noun: str) -> str | None:
+        """Return how many texts are longer than it reads; see the function of this name."""
+        return cut_in_words(self._tokenizer, [(text,) for text in texts], self._max_length, noun=noun)
 
     @property
     def num_parameters(self) -> int:

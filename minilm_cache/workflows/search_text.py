@@ -74,6 +74,8 @@ def search_texts(
     texts = list(islice(corpus.texts(), config.max_texts))
     if len(texts) < len(corpus.documents):
         session.progress.note(f"searching the first {len(texts):,} of {len(corpus.documents):,} texts")
+    if cut := encoder.cut_in_words(texts, noun="text"):
+        session.progress.note(cut)
     session.progress.start("read", len(texts), "texts")
     documents = torch.cat([encoder.encode(part, role="document") for part in session.parts(texts, _PART)])
     scores = encoder.encode(questions, role="query") @ documents.T

@@ -154,9 +154,11 @@ def test_rankings_are_those_of_cross_encoder(
         assert scores["ndcg_at_10"]["mean"] == pytest.approx(100 * gains, abs=1e-6)
         ranks = sum(1 / place for place in places) / len(places)
         assert scores["mrr_at_10"]["mean"] == pytest.approx(100 * ranks, abs=1e-6)
-    code, printed, _ = command("rerank", scorers[0], *words, "--max-queries", 5)
+    assert "cut at" not in err
+    code, printed, err = command("rerank", scorers[0], *words[:-1], 12, "--max-queries", 5)
     assert code == 0
     assert "pairs/s" in printed
+    assert "60 of 60 pairs cut at 12 tokens" in err  # of 4 and 6 words, and 3 special tokens
 
 
 def test_what_does_not_rank_is_one_line(tmp_path: Path, models: Models, file: Path, command: Command) -> None:

@@ -260,6 +260,10 @@ def test_queries_that_nothing_answers_are_left_out_aloud(
     assert code == 0
     assert re.search(r"beir.*: 1 of 41 judged queries have no relevant document, and are left out", err)
     assert json.loads(out)["retrieval"] == json.loads(before[1])["retrieval"]
+    assert "cut at" not in err
+    _, _, err = command("embeddings", models[0], "--retrieval", tmp_path / "beir", "--max-length", 7)
+    assert "documents cut at 7 tokens: give a greater --max-length" in err  # those of six words
+    assert "queries cut at" not in err
 
 
 def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command: Command) -> None:
