@@ -282,7 +282,7 @@ def refuse_several(name: str) -> None:
     folder = Path(name)
     if not is_run(folder):
         return
-    trained = [each.arch for each in load_record(folder).students if each.diverged_at is None]
+    trained = [student.arch for student in load_record(folder).trained]
     if len(trained) > 1:
         raise InvalidConfigError(
             f"{name} is a run of {len(trained)} students. Name the folder of one: "

@@ -33,7 +33,7 @@ from minilm_cache.models.tokenizer import load_tokenizer, refuse_more_words, som
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RunFolder, is_run, refuse_no_models, runs_of
 from minilm_cache.train.record import load_record
-from minilm_cache.train.students import refuse_other_weights, refuse_unfinished, unfinished_in_words
+from minilm_cache.train.students import finished_record, unfinished_in_words
 from minilm_cache.wording import some_of
 
 
@@ -196,18 +196,15 @@ def _told_apart(models: Sequence[Evaluated]) -> list[Evaluated]:
 
 def _students_of(folder: Path, note: Callable[[str], None]) -> list[Evaluated]:
     """Return the students of a run that did not diverge; those that did are named in a note."""
-    record, run = load_record(folder), folder.resolve().name
-    refuse_unfinished(folder, record)
-    refuse_other_weights(folder, record)
-    lost = [student.arch for student in record.students if student.diverged_at is not None]
-    if len(lost) == len(record.students):
+    record, run = finished_record(folder), folder.resolve().name
+    lost = record.diverged
+    if not record.trained:
         raise TeacherError(f"{folder}: all students diverged. Train them again with a lower --lr.")
     if lost:
         note(f"{run}: {some_of(lost)} diverged, and {'are' if len(lost) > 1 else 'is'} left out")
     return [
         Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))
-        for student in record.students
-        if student.diverged_at is None
+        for student in record.trained
     ]
 
 

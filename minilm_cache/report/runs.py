@@ -190,7 +190,7 @@ class TrainedRun(Described):
     @property
     def students(self) -> list[StudentRecord]:
         """Students that have weights: those that did not diverge."""
-        return [student for student in self.record.students if student.diverged_at is None]
+        return self.record.trained
 
     @property
     def objective(self) -> Objective:

@@ -309,6 +309,16 @@ class RunRecord(_Record):
             content["continued_at"] = self.continued_at
         return canonical_sha256(content)[:12]
 
+    @property
+    def trained(self) -> list[StudentRecord]:
+        """Students that have weights in the end: those that did not diverge."""
+        return [student for student in self.students if student.diverged_at is None]
+
+    @property
+    def diverged(self) -> list[str]:
+        """Shapes of the students that diverged."""
+        return [student.arch for student in self.students if student.diverged_at is not None]
+
     def ended_worse(self, num_held_out: int) -> list[str]:
         """Return the shapes of the students that ended worse than they began, as far as that can be told.
 

@@ -227,11 +227,10 @@ def after_first(config: TrainConfig, record: RunRecord, path: Path) -> TrainConf
     Raises:
         DivergedError: a student diverged in the first run.
     """
-    diverged = [student.arch for student in record.students if student.diverged_at is not None]
-    if diverged:
+    if record.diverged:
         raise DivergedError(
-            f"student {', '.join(diverged)} diverged while it learned --first {config.first}, in {path}. "
-            "Leave it out, or take another --first."
+            f"student {', '.join(record.diverged)} diverged while it learned --first {config.first}, in "
+            f"{path}. Leave it out, or take another --first."
         )
     return config.with_changes(
         first=None, first_steps=None, init=str(path), init_teacher=None, init_layers=None

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
@@ -21,7 +19,7 @@ from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.store.durable import PARTIAL, storage_errors
+from minilm_cache.store.durable import PARTIAL, lock_if_free, storage_errors
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.urls import is_url, place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
@@ -87,7 +85,7 @@ class TrainResult(Made):
         Raises:
             InvalidConfigError: the run has no such student, or it diverged.
         """
-        known = [student.arch for student in self.record.students if student.diverged_at is None]
+        known = [student.arch for student in self.record.trained]
         if arch not in known:
             raise InvalidConfigError(f"{self.path} has no student {arch}. Its students: {', '.join(known)}.")
         return RunFolder(path=self.path).student(arch)
@@ -247,15 +245,9 @@ def _locked(path: Path, ranks: Ranks) -> Iterator[None]:
     if not ranks.is_first:
         yield
         return
-    lock = FileLock(RunFolder(path=path).lock)
-    with storage_errors("write", path):
-        path.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise StorageError(
-                f"another process trains in {path}. Wait for it, or choose another --out."
-            ) from None
+    lock = lock_if_free(RunFolder(path=path).lock)
+    if lock is None:
+        raise StorageError(f"another process trains in {path}. Wait for it, or choose another --out.")
     try:
         for left in (
             *path.glob(f".*{PARTIAL}"),

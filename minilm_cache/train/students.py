@@ -37,6 +37,19 @@ def refuse_unfinished(folder: Path, record: RunRecord) -> None:
         )
 
 
+def finished_record(folder: Path) -> RunRecord:
+    """Return the record of a run whose students are written, and have the weights that it has written.
+
+    Raises:
+        InvalidConfigError: the folder holds no run.
+        IdentityMismatchError: the run is not complete, or a student has other weights.
+    """
+    record = load_record(folder)
+    refuse_unfinished(folder, record)
+    refuse_other_weights(folder, record)
+    return record
+
+
 def unfinished_in_words(folder: Path) -> str | None:
     """Return which runs of a chain, a study or a search are not complete. None means none, or all of them."""
     runs = [*runs_of(folder), *rounds_of(folder)]
@@ -48,8 +61,7 @@ def unfinished_in_words(folder: Path) -> str | None:
 
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:
     """Return the folders that a complete run has written and that are gone, or have lost their weights."""
-    trained = (student for student in record.students if student.diverged_at is None)
-    paths = (RunFolder(path=folder).student(student.arch) for student in trained)
+    paths = (RunFolder(path=folder).student(student.arch) for student in record.trained)
     return [path for path in paths if not _has_weights(path)]
 
 

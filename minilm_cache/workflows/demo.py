@@ -19,6 +19,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.pooling import SentenceModel
+from minilm_cache.objectives.several import documents_of
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.report.page import report_runs
 from minilm_cache.session import ALONE, Session
@@ -137,12 +138,9 @@ class _Library:
     @classmethod
     def of(cls, cache: Cache) -> "_Library":
         """Return documents of the cache's text, and questions from those that are held out."""
-        manifest = cache.manifest
-        shards = range(len(cache.reader.ranges))
-        numbers = np.concatenate([cache.reader.table(shard)["document"].to_numpy() for shard in shards])
         documents = load_corpus(PYTHON_DOCS).documents
-        texts = [documents[int(number)]["text"] for number in numbers]
-        held_out = [_first_line(text) for text in texts[manifest.num_train :]]
+        texts = [documents[int(number)]["text"] for number in documents_of(cache)]
+        held_out = [_first_line(text) for text in texts[cache.manifest.num_train :]]
         return cls(texts=texts[:MOST_DOCUMENTS], questions=list(dict.fromkeys(held_out)))
 
     def search(

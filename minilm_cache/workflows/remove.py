@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
-
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.store.creation import STAGING
-from minilm_cache.store.durable import bounded_bytes, storage_errors
+from minilm_cache.store.durable import bounded_bytes, lock_if_free, storage_errors
 from minilm_cache.store.layout import BEGUN, LOCKS, MANIFEST
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.urls import is_url
@@ -172,11 +170,9 @@ def remove(removal: Removal) -> None:
             _empty(path)
             return
         for file in _locks(path):
-            lock = FileLock(file)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise ShardBusyError(f"a process writes {path}. Wait for it, or stop it.") from None
+            lock = lock_if_free(file)
+            if lock is None:
+                raise ShardBusyError(f"a process writes {path}. Wait for it, or stop it.")
             held.callback(lock.release)
         removed = _removed_name(path)
         if removed.exists():

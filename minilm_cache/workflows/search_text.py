@@ -16,8 +16,7 @@ from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import refuse_unreadable
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.record import load_record
-from minilm_cache.train.students import refuse_other_weights, refuse_unfinished
+from minilm_cache.train.students import finished_record
 from minilm_cache.workflows.config import SearchTextConfig
 
 _PART: Final = 512
@@ -100,10 +99,7 @@ def _folder(model: str, revision: str | None) -> Path:
     run = Path(model)
     if not is_run(run):
         return locate_teacher(model, revision).folder
-    record = load_record(run)
-    refuse_unfinished(run, record)
-    refuse_other_weights(run, record)
-    losses = {each.arch: each.loss_after for each in record.students if each.diverged_at is None}
+    losses = {student.arch: student.loss_after for student in finished_record(run).trained}
     if not losses:
         raise InvalidConfigError(f"run {run} has no student: all of them diverged. Train again.")
     best = min(losses, key=lambda arch: (losses[arch] is None, losses[arch] or 0.0))

@@ -414,8 +414,7 @@ def _agreements(
         if teacher is None or run.path.name not in masked:
             continue
         path = masked[run.path.name]
-        students = load_record(path).students
-        learned = [student.arch for student in students if student.diverged_at is None]
+        learned = [student.arch for student in load_record(path).trained]
         places = [RunFolder(path=path).student(shape) for shape in learned]
         shares = masked_agreement(run.cache, teacher, places)
         agreements |= {(run.path.name, shape): share for shape, share in zip(learned, shares, strict=True)}
