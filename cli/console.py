@@ -21,6 +21,8 @@ _LONGEST_NAME = 48
 _LONGEST_FIGURE = 16
 """Most characters of a cell after the names that is not broken over lines."""
 _PIPE_WIDTH = 240
+_LEAST_WIDTH = 40
+"""Columns that a table takes where a terminal says that it has fewer, or none."""
 _AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 """Prints names as they are: rich would read colons as emoji and brackets as markup, as in `hf:ID:CONFIG`."""
 _PLAIN_PERIOD_S = 30.0
@@ -167,7 +169,8 @@ def print_table(
     for row in rows:
         table.add_row(*map(_printable, row))
     # Nothing is cut off: a pipe gets a wide table, and a narrow terminal gets more lines.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    is_named = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = max(Console().width, _LEAST_WIDTH) if is_named else _PIPE_WIDTH
     Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table, crop=False)
 
 

@@ -11,6 +11,7 @@ from minilm_cache.errors import InterruptedRunError
 
 def main() -> None:
     """Run the command that the process was started with."""
+    _open_closed_streams()
     before = signal.signal(signal.SIGINT, _end)
     from minilm_cache.cli.main import run  # noqa: PLC0415 - what takes long enough to be interrupted
     from minilm_cache.session import has_abandoned_calls  # noqa: PLC0415 - with it
@@ -22,6 +23,16 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Let what a process was started without, as by `2>&-`, lead nowhere.
+
+    A file that the process opens would otherwise be taken for it, and get what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -129,10 +129,10 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
 
 def _print_runs(place: Path, runs: Sequence[dict[str, Any]]) -> None:
     rows = [
-        [Path(run["run"]).name, "-", "-", run["problem"]]
+        [str(Path(run["run"]).relative_to(place)), "-", "-", run["problem"]]
         if run["problem"]
         else [
-            Path(run["run"]).name,
+            str(Path(run["run"]).relative_to(place)),
             ", ".join(run["students"]),
             f"{run['objective']}, {run['steps']:,} steps",
             "complete" if run["complete"] else "unfinished",

@@ -112,7 +112,9 @@ def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> N
     )
     if not result.ended_worse:
         student, exported = quote(str(result.student)), quote(str(result.path / "exported"))
-        print_pairs({"next": f"minilm-cache export-model {student} {form} --out {exported}"})
+        ship = f"minilm-cache export-model {student} {form} --out {exported}"
+        is_counted = config.runtime != "torch" or config.max_bytes is None  # a graph has bytes of its own
+        print_pairs({"next": ship if is_counted else f"minilm-cache speed {student}"})
 
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:

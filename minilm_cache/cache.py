@@ -195,7 +195,7 @@ class CachedSequence(Described):
             layer: layer of the teacher, counted from 0. None means the last stored layer.
 
         Raises:
-            ValueError: the cache does not hold this relation or layer.
+            InvalidConfigError: the cache does not hold this relation or layer.
         """
         rows = self.target_rows(kind, layer)
         lengths = torch.tensor([len(self._rows["tokens"])])
@@ -204,16 +204,20 @@ class CachedSequence(Described):
     def target_rows(self, kind: str | RelationKind, layer: int | None = None) -> RowTargets:
         """Return a relation as the codec decodes it, a batch of 1; arguments and errors: see `relation`."""
         if kind not in [*RelationKind]:
-            raise ValueError(f"there is no relation {kind!r}; the relations are {', '.join(RelationKind)}")
+            raise InvalidConfigError(
+                f"there is no relation {kind!r}; the relations are {', '.join(RelationKind)}"
+            )
         chosen, layers = RelationKind(kind), self._cache.layers
         if not layers:
-            raise ValueError("this cache holds no relations, but other signals: see `states()`")
+            raise InvalidConfigError("this cache holds no relations, but other signals: see `states()`")
         if layer is not None and layer not in layers:
-            raise ValueError(f"this cache holds no layer {layer!r}, but {', '.join(map(str, layers))}")
+            raise InvalidConfigError(
+                f"this cache holds no layer {layer!r}, but {', '.join(map(str, layers))}"
+            )
         codec = self._cache.codecs[layers[-1] if layer is None else layer]
         if chosen not in codec.everything.kinds:
             held = ", ".join(kind for kind in RelationKind if kind in codec.everything.kinds)
-            raise ValueError(f"this cache holds no {chosen} relation, but {held}")
+            raise InvalidConfigError(f"this cache holds no {chosen} relation, but {held}")
         lengths, wanted = torch.tensor([len(self._rows["tokens"])]), WantedRelations((chosen,))
         rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths(wanted)}
         return codec.decode(rows, wanted, lengths=lengths)[chosen]
@@ -225,13 +229,15 @@ class CachedSequence(Described):
             reading: number of the masked reading, counted from 0.
 
         Raises:
-            ValueError: only relations are stored, or the cache has fewer readings.
+            InvalidConfigError: only relations are stored, or the cache has fewer readings.
         """
         codec = self._cache.signals_codec
         if codec is None:
-            raise ValueError("this cache stores only relations: no hidden states, labels or logits")
+            raise InvalidConfigError("this cache stores only relations: no hidden states, labels or logits")
         if not 0 <= reading < codec.parameters.num_readings:
-            raise ValueError(f"no reading {reading}: this cache holds {codec.parameters.num_readings}")
+            raise InvalidConfigError(
+                f"no reading {reading}: this cache holds {codec.parameters.num_readings}"
+            )
         paths = ("tokens", *codec.paths(codec.everything))
         rows = {path: torch.from_numpy(self._rows[codec.stored_path(path, reading)][None]) for path in paths}
         return codec.decode(rows, codec.everything, lengths=torch.tensor([len(self._rows["tokens"])]))

@@ -270,6 +270,15 @@ class SequenceSettings(CorpusSettings):
         return self
 
 
+def refuse_other_kind(config: object, kind: type[FrozenSettings]) -> None:
+    """Raise InvalidConfigError for settings that are no object of their class, like a dictionary."""
+    if not isinstance(config, kind):
+        raise InvalidConfigError(
+            f"the settings are a {type(config).__name__}, and a {kind.__name__} is needed: "
+            f"{kind.__name__}(...), with the settings by their names."
+        )
+
+
 def validated(
     model: type[Settings], values: Mapping[str, Any], options: Mapping[str, str] = MappingProxyType({})
 ) -> Settings:

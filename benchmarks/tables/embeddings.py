@@ -215,7 +215,7 @@ def embedding_languages() -> str:
         model = "the teacher" if student == "teacher" else f"`{shape}`"
         model += f", {trained[student]['steps']:,} steps" if longer else ""
         english = trained.get(student, {}).get("english")
-        model += f" of {english:,} English texts" if english else ""
+        model += f", {english:,} English texts" if english else ""
         rows.append([model, kept, f"{row['num_parameters']:,}", *(f"{figure:.1f}" for figure in figures)])
     head = ["model", "word pieces", "parameters", "translations, English", "others"]
     head += ["XNLI, English", "others", "STS-B dev", "STS-B test", "retrieval, 128 tokens"]

@@ -27,6 +27,7 @@ from minilm_cache.models.device import enough_memory
 from minilm_cache.models.prompts import Prompts
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import refuse_other_kind
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import (
     INDEX,
@@ -112,6 +113,7 @@ def dump_cache(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
+    refuse_other_kind(config, DumpConfig)
     out, add, tokens_of = (None if path is None else Path(path) for path in (out, add, tokens_of))
     resolved = resolve_dump(config, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     path, config = resolved.path, resolved.config

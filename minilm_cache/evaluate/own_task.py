@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from minilm_cache.corpus.formats import kind_of, plain_number
-from minilm_cache.errors import CorpusError
+from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.evaluate.examples import GenerationExample, TextExample, Track
 from minilm_cache.evaluate.files import generation_columns, own_rows, read_own_text
 from minilm_cache.evaluate.generation_data import read_pairs
@@ -230,8 +230,8 @@ def _classes(labels: Sequence[object], file: Path) -> tuple[str, ...]:
     if not 1 < len(found) <= _MOST_CLASSES:
         raise CorpusError(
             f"{file} has {len(found):,} different labels to train on, and a classifier has from 2 to "
-            f"{_MOST_CLASSES:,}. Name another column (--label-column), or give --metric pearson if labels "
-            "are values on a scale."
+            f"{_MOST_CLASSES:,}. Name another column (--label-column); give --metric pearson if labels are "
+            "values on a scale; or give --task a file with all classes, and this one as --dev."
         )
     values = {word: plain_number(word) for word in found}
     words = sorted(word for word in found if math.isnan(values[word]))  # they have no order as numbers
@@ -252,7 +252,7 @@ def _metrics(config: EvaluateConfig, classes: Sequence[str], file: Path) -> tupl
     if config.metric is None:
         return ("accuracy",) if classes else _CORRELATIONS
     if config.metric == "f1" and len(classes) > 2:  # noqa: PLR2004 - the positive one, and the other
-        raise CorpusError(
+        raise InvalidConfigError(
             f"--metric f1 is about the second of two classes, and {file} has {len(classes)}. Take accuracy "
             "or matthews."
         )

@@ -29,6 +29,7 @@ from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.files import weight_files
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import refuse_other_kind
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file, refuse_unwritable
 from minilm_cache.wording import Made, Place, counted, some_of
@@ -128,6 +129,7 @@ def evaluate_models(
         StorageError: a file cannot be written.
         InterruptedRunError: a stop was requested.
     """
+    refuse_other_kind(config, EvaluateConfig)
     device, out = check_device(config.device), Path(out)
     places = [os.fspath(name) for name in ([names] if isinstance(names, str | os.PathLike) else names)]
     models, trials = _planned(config, places, out=out, session=session)
@@ -141,7 +143,7 @@ def evaluate_models(
         which = f"{number} of {len(trials)}"
         records.append(record or _run_trial(trial, config, device=device, session=session, which=which))
     summaries = summarise(records)
-    remarks = (*_no_better_than_chance(trials, summaries), *_cut(trials, records))
+    remarks = (*_no_better_than_chance(trials, summaries), *_cut(trials, records), *_gone(trials, records))
     for remark in remarks:
         session.progress.note(remark)
     cards = [_card(model, summaries) for model in trained] if config.card else []
@@ -253,6 +255,17 @@ def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[s
             most[key] = max(most.get(key, (0, "")), (count, words))
     for (title, _), (_, words) in most.items():
         yield f"{title}: {words}. Give a greater --max-length if the models have positions for it"
+
+
+def _gone(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[str]:
+    """Yield a remark for finished trials whose predictions somebody has removed."""
+    gone = [
+        str(trial.folder)
+        for trial, record in zip(trials, records, strict=True)
+        if not all(file.is_file() for file in trial.predictions(record.scores))
+    ]
+    if gone:
+        yield f"predictions are gone from {some_of(gone)}. Remove these folders to make them again"
 
 
 def _may_be_chance(summary: Summary, chances: Mapping[str, float]) -> bool:

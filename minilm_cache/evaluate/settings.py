@@ -251,7 +251,8 @@ class EmbeddingsConfig(RetrievalData, ModelSettings):
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Texts of a forward pass."""
     save: Path | None = None
-    """Folder to write each model to as a sentence-transformer. None means that none is written."""
+    """Folder to write each model to as a sentence-transformer, beside `--data`. None means that none is
+    written."""
     mteb: tuple[str, ...] = ()
     """Task of the Massive Text Embedding Benchmark, like STS12. Repeat the option for several tasks."""
 

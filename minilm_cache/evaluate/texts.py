@@ -105,6 +105,8 @@ class TextKind(Kind[TextTask, TextExample]):
     def _remedy(self, names: Sequence[str]) -> str:
         """Return what to do where a model's classes are not those of the task."""
         is_own = self.task.name not in TASKS
+        if not self.task.labels:
+            return "Take a model with one output, or labels that are classes (--label-column)."
         if is_own and set(self.task.labels) < set(names):
             return "Give --task a file that has all of these classes, and this one as --dev."
         if is_own and len(names) == 1 and all(label.isdecimal() for label in self.task.labels):

@@ -21,7 +21,7 @@ from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask
-from minilm_cache.settings import SliceConfig
+from minilm_cache.settings import SliceConfig, refuse_other_kind
 from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of_corpus
 from minilm_cache.slicing.parts import check_cut
 from minilm_cache.slicing.slices import cut_weights
@@ -73,6 +73,7 @@ def slice_teacher(config: SliceConfig, out: str | Path) -> SliceResult:
         CorpusError: the text cannot be read.
         StorageError: the folder cannot be written.
     """
+    refuse_other_kind(config, SliceConfig)
     out = Path(out)
     source = locate_teacher(config.teacher, config.revision)
     teacher_config = read_config(source.folder)

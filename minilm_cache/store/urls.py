@@ -72,13 +72,19 @@ def parts_of_url(url: str) -> tuple[str, str, str]:
 
     Raises:
         InvalidConfigError: the kind of store is not known, or the URL names no bucket, or it holds a password
-            or a signature.
+            or a signature; or a `file://` URL is not that of an absolute path.
     """
     scheme, _, rest = url.partition("://") if is_url(url) else ("file", "", url)
     place, (bucket, _, path) = url.rstrip("/"), rest.rstrip("/").partition("/")
     shown = without_secrets(place)
     if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
         raise InvalidConfigError(f"cannot open {shown}: no store of this kind is known. {STORE_REMEDY}.")
+    if is_url(place) and scheme == "file" and (bucket or shown != place):
+        path = f"/{bucket.removeprefix('localhost')}/{path}".replace("//", "/") if bucket else rest
+        raise InvalidConfigError(
+            f"cannot open {shown}: file:// stands before a whole path, without ?, # or @. Give the path "
+            f"alone, like {without_secrets(path)}."
+        )
     if is_url(place) and shown != place:
         raise InvalidConfigError(
             f"cannot open {shown}: the URL holds a password or a signature, which would end up in run.json "

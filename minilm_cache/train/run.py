@@ -18,6 +18,7 @@ from minilm_cache.models.student_tokens import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import refuse_other_kind
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, lock_if_free, storage_errors
 from minilm_cache.store.layout import MANIFEST
@@ -128,6 +129,7 @@ def train_students(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
+    refuse_other_kind(config, TrainConfig)
     out = None if out is None else Path(out)
     opened = open_cache(cache, home=session.home, local_bytes=config.local_bytes)
     if config.first is not None:

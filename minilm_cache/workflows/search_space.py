@@ -56,6 +56,7 @@ _FLOAT32_BYTES: Final = 4
 _HEADER_UNIT: Final = 8
 _TURNS: Final = 3
 _REPEATS: Final = 7
+_WEIGHT_STD: Final = 0.02
 _TEACHER: Final = "teacher"
 _PASS_LENGTH: Final = 128
 _CHANGE_NO_STUDENT: Final = {
@@ -242,6 +243,7 @@ class SearchSpace:
                     check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
                     passes[shape.arch] = partial(_run, model, values)
                 if form is not None:
+                    _draw_all(model)
                     folder = Path(scratch) / each.replace(":", "-").replace(" ", "")
                     folder.mkdir()
                     run, wanted = write_form(model, folder, form, inputs=[values] * 2, name=each)
@@ -261,6 +263,13 @@ class SearchSpace:
             for each in names
         }
         return measured, 1e3 * seconds[_TEACHER]
+
+
+@torch.no_grad()
+def _draw_all(model: PreTrainedModel) -> None:
+    """Draw every weight, as none is like another after training: a file stores equal biases once."""
+    for weight in model.parameters():
+        weight.normal_(std=_WEIGHT_STD)
 
 
 def _archs(config: SearchConfig, source: PreTrainedConfig, *, heads: int) -> dict[str, tuple[int, int]]:

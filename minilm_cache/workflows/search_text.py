@@ -14,7 +14,7 @@ from minilm_cache.models.classifier import refuse_answers
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import refuse_unreadable
+from minilm_cache.settings import refuse_other_kind, refuse_unreadable
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.students import finished_record
 from minilm_cache.workflows.config import SearchTextConfig
@@ -53,6 +53,7 @@ def search_texts(
         InvalidConfigError: there is no question, or the model does not say how it pools.
         InterruptedRunError: a stop was requested.
     """
+    refuse_other_kind(config, SearchTextConfig)
     model, questions = str(model), [questions] if isinstance(questions, str) else questions
     if not all(question.strip() for question in questions) or not questions:
         raise InvalidConfigError(

@@ -235,7 +235,7 @@ def test_codes_of_states_need_text(tmp_path: Path, world: World) -> None:
 
 
 def test_a_cache_without_states_says_so(shared_world: World) -> None:
-    with pytest.raises(ValueError, match="stores only relations"):
+    with pytest.raises(InvalidConfigError, match="stores only relations"):
         open_cache(shared_world.root / "cache")[0].states()
     assert "states" not in json.loads((shared_world.root / "cache/manifest.json").read_text())["identity"]
 

@@ -57,7 +57,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
     for ids, reads in seen.items():
         assert len(set(reads[:3])) == 3 or len(ids) < 8  # short sequences have few ways to be masked
         assert reads[3] == reads[0]
-    with pytest.raises(ValueError, match="no reading 3"):
+    with pytest.raises(InvalidConfigError, match="no reading 3"):
         cache[0].states(3)
 
 

@@ -78,7 +78,9 @@ def test_a_notebook_is_pleasant(
     assert tokens == ["[CLS]", "ba", "be", "bi", "[SEP]"]
     with pytest.raises(InvalidConfigError, match="head 4: give a number from 0 to 3"):
         attention_figure(run, "ba", teacher=str(world.teacher), head=4)
-    with pytest.raises(ValueError, match="no relation 'atention'; the relations are attention, value"):
+    with pytest.raises(
+        InvalidConfigError, match="no relation 'atention'; the relations are attention, value"
+    ):
         open_cache(Path("notes.cache"))[0].relation("atention")
 
 

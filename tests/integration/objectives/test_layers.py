@@ -63,7 +63,7 @@ def test_layers_are_chosen_by_number_and_trained_from(world: World, command: Com
         code=2,
         says=("--teacher-layer 1: the cache holds layer 0, 2", "--layers"),
     )
-    with pytest.raises(ValueError, match="no layer 1, but 0, 2"):
+    with pytest.raises(InvalidConfigError, match="no layer 1, but 0, 2"):
         open_cache(cache)[0].relation("value", 1)
 
 
