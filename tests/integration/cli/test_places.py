@@ -58,6 +58,13 @@ def test_a_folder_lists_its_caches_and_runs(world: World, home: Path, command: C
     assert cache.name in command("ls", home / "caches")[1]
     listed = json.loads(command("ls", home / "runs", "--json")[1])
     assert (listed["caches"], len(listed["runs"])) == ([], 2)
+    assert all(run.name in command("ls", home)[1] for run in (home / "runs").iterdir())
+    study = home / "studies/one"
+    study.mkdir(parents=True)
+    (home / "runs").rename(study / "runs")
+    printed = command("ls", study.parent)[1]  # rows of several studies are told apart
+    assert all(f"one/runs/{run.name}" in printed for run in (study / "runs").iterdir())
+    (study / "runs").rename(home / "runs")
     of_home = json.loads(command("ls", home, "--json")[1])
     assert ([each["url"] for each in of_home["caches"]], len(of_home["runs"])) == ([str(cache)], 2)
 

@@ -143,6 +143,17 @@ def test_a_full_and_a_read_only_file_system_lose_nothing(world: World) -> None:
     assert arrays_of(Path(f"{mount}.kept/cache")) == arrays_of(world.dump("whole").path)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_streams_does_its_work(world: World, closed: str) -> None:
+    """Supervisors start some like this. What is printed leads nowhere, and is written into no file."""
+    words = [sys.executable, "-m", "minilm_cache", *map(str, dump_arguments(world))]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *words], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert start(world, "verify", "--full", world.root / "cache").end()[0] == 0
+
+
 def test_a_killed_dump_resumes(world: World) -> None:
     world.corpus.write_text(world.corpus.read_text() * 5)
     expected = world.dump("whole", batch_size=4).path

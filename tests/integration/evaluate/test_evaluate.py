@@ -1,6 +1,7 @@
 """Fine-tuning and scoring from the command line, on tasks in their official layouts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,10 @@ def test_texts_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: 
     cut, learned = (line for line in found["remarks"] if "cut" in line)
     assert "2 texts of 4 in dev are longer than 32 tokens, and were cut. Give a greater --max-length" in cut
     assert "1 text of 4 in train" in learned
+    folder = Path(found["trials"][0]["folder"])
+    shutil.rmtree(folder / "predictions")
+    again = evaluated(command, teacher, *own, "--out", tmp_path / "out")
+    assert f"predictions are gone from {folder}. Remove these folders to make them again" in again["remarks"]
 
 
 def test_divergence_hides_nothing(teacher: Path, tmp_path: Path, command: Command) -> None:

@@ -105,10 +105,11 @@ def test_what_is_no_number_is_refused(text: str) -> None:
         typed_decimal(text)
 
 
+@pytest.mark.parametrize("columns", ["30", "1", "0"])
 def test_figures_of_a_table_stay_whole_in_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("COLUMNS", columns)
     print_table(
         "sizes",
         ["a shape", "weights of it", "bytes per token", "what came of it"],

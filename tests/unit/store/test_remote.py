@@ -167,6 +167,21 @@ def test_a_path_is_no_url_and_is_shown_as_it_is(place: str) -> None:
         assert without_secrets(place) == place
 
 
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file://home/x", "/home/x"),
+        ("file://localhost/home/x", "/home/x"),
+        ("file:///home/a#b", "/home/a#b"),
+        ("file:///a:b@c", "/a:b@c"),
+    ],
+)
+def test_a_file_url_is_that_of_a_whole_path(url: str, path: str) -> None:
+    """Others would be folders below the one that a command runs in."""
+    with pytest.raises(InvalidConfigError, match=rf"file:// stands before a whole path.* like {path}\.$"):
+        open_store(url)
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///folder", "gs://", "hf:///", "file://", "file:///"])
 def test_a_url_without_a_bucket_is_no_folder_of_this_machine(url: str) -> None:
     """As where a variable in it is not set."""
