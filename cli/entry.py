@@ -28,11 +28,13 @@ def main() -> None:
 def _open_closed_streams() -> None:
     """Let what a process was started without, as by `2>&-`, lead nowhere.
 
-    A file that the process opens would otherwise be taken for it, and get what libraries print.
+    A file that the process, or one that it starts, opens would otherwise get what libraries print.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -34,6 +34,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def cut_in_words(num_cut: int, num_all: int, noun: str, *, most: int) -> str:
+    """Return how many of all texts, pairs, ... are cut at `most` tokens, and what to do."""
+    of_all = f"{num_cut:,} of {counted(num_all, noun)} cut at {most} tokens"
+    return f"{of_all}: give a greater --max-length if the model reads more"
+
+
 def some_of(names: Sequence[str]) -> str:
     """Return names with commas between them: the first ones, and how many more there are."""
     left = len(names) - _MOST_NAMES

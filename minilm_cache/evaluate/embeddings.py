@@ -1,7 +1,7 @@
 """Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,12 +24,13 @@ from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import IN_FLOAT32, read_config, usable_length
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tokenizer import load_tokenizer
+from minilm_cache.models.tokenizer import load_tokenizer, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, NOTHING_KEPT, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, prepare_new, refuse_file
 from minilm_cache.store.layout import CARD
 from minilm_cache.train.folder import refuse_run_as_teacher
+from minilm_cache.wording import cut_in_words
 
 with needs("embeddings", "sentence-transformers,eval"):
     from sentence_transformers import SentenceTransformer
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 Vectors = npt.NDArray[np.float64]
 """Unit vectors, `(texts, width)`."""
 _KEPT: Final = "interrupted: models that were saved are kept. Run it again with another --save."
+_COUNTED_AT_ONCE: Final = 256
+"""Texts whose tokens are in memory at once where those that are cut are counted."""
 BATCHES_OF_A_PART: Final = 16
 """Batches that are encoded between two steps of the progress bar."""
 
@@ -140,6 +143,46 @@ def refuse_no_direction(vectors: npt.NDArray[np.floating[Any]], name: str) -> No
             f"{name} gives {len(wrong):,} of {len(vectors):,} texts a vector that is NaN, infinite or of "
             "length 0. Get its weights again."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CutTexts:
+    """Says how many texts models cut, once for models that read alike."""
+
+    most: int
+    """Most tokens of a text; a folder that reads fewer reads as many."""
+    session: Session
+    seen: set[tuple[str, int, str, str]] = field(default_factory=set)
+
+    def count(
+        self, model: Evaluated, texts: Sequence[tuple[str, ...]], noun: str, *, prompt: str = ""
+    ) -> None:
+        """Say how many texts, or pairs, are longer than a model reads.
+
+        Args:
+            model: the model.
+            texts: the sides of each.
+            noun: what they are, one of them.
+            prompt: what stands before each.
+
+        Raises:
+            InterruptedRunError: a stop was requested.
+        """
+        tokenizer = load_tokenizer(model.folder, has_ends=False)
+        most = min(self.most, _own_length(model)) if model.pools else self.most
+        key = (tokenizer_sha256(tokenizer), most, noun, prompt)
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        num_cut = 0
+        for start in range(0, len(texts), _COUNTED_AT_ONCE):
+            self.session.stop_if_asked(NOTHING_KEPT)
+            first, *second = map(list, zip(*texts[start : start + _COUNTED_AT_ONCE], strict=True))
+            sides = [[prompt + text for text in first], *second]
+            read = tokenizer(*sides, truncation=True, max_length=most, verbose=False)
+            num_cut += sum(bool(each.overflowing) for each in read.encodings or ())
+        if num_cut:
+            self.session.progress.note(cut_in_words(num_cut, len(texts), noun, most=most))
 
 
 def encoded(

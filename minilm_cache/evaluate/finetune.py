@@ -145,7 +145,8 @@ def fine_tune(
             name: kind.predict(trainer, encoded, callback.advance) for name, encoded in encoded_sets.items()
         }
     finite = {name: predicted for name, predicted in predictions.items() if predicted is not None}
-    num_cut = {name: encoded.num_cut for name, encoded in {**encoded_sets, TRAIN: learned}.items()}
+    num_cut = {name: encoded.num_cut for name, encoded in encoded_sets.items()}
+    num_cut[TRAIN] = learned.num_cut if learned.num_learned_cut is None else learned.num_learned_cut
     return Tuned(model, finite if len(finite) == len(predictions) else None, train_s, num_cut)
 
 

@@ -152,24 +152,25 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         """Return the tokens of sources and targets; both are cut where they are too long."""
         decoding = self.generation.decoding
         texts = [example.source for example in examples]
-        sources, num_cut = encode_sources(tokenizer, texts, decoding.max_source)
+        sources, are_cut = encode_sources(tokenizer, texts, decoding.max_source)
         targets = tokenizer(
             [example.target for example in examples],
             add_special_tokens=False,
             truncation=True,
             max_length=decoding.max_new_tokens - 1,
         )
-        num_cut += sum(bool(each.overflowing) for each in targets.encodings or ())
+        are_short = [bool(each.overflowing) for each in targets.encodings or ()]
         features = [
             {"source": source, "target": [*target, tokenizer.sep_token_id]}
             for source, target in zip(sources, targets["input_ids"], strict=True)
         ]
-        return _EncodedTexts(examples, features, tokenizer, num_cut=num_cut)
+        learned = sum(map(max, are_cut, are_short))
+        return _EncodedTexts(examples, features, tokenizer, num_cut=sum(are_cut), num_learned_cut=learned)
 
-    def longest(self, max_length: int) -> str:
-        """Return what is read of sources, and learned of targets; see `Kind.longest`."""
+    def longest_learned(self, max_length: int) -> str:
+        """Return how long sources and targets are that are not cut; see `Kind.longest_learned`."""
         most = self.generation.decoding.max_new_tokens
-        return f"{max_length} tokens, or their targets than --max-new-tokens {most}"
+        return f"{max_length} tokens, or targets than {most} (--max-new-tokens)"
 
     def collator(self, tokenizer: PreTrainedTokenizerFast) -> Callable[[Features], dict[str, Any]]:
         """Return what makes a batch of masked targets; it draws from `random`, which the Trainer seeds."""

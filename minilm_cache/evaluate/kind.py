@@ -43,6 +43,8 @@ class EncodedSet(Generic[AnyExample]):
     features: Features
     num_cut: int = field(default=0, kw_only=True)
     """Examples whose texts are longer than what the model reads."""
+    num_learned_cut: int | None = field(default=None, kw_only=True)
+    """The same where the model learns from the set. None means as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
 
     task: AnyTask
 
-    def longest(self, max_length: int) -> str:
-        """Return how long texts are that are not cut, in words."""
+    def longest_learned(self, max_length: int) -> str:
+        """Return how long the texts of an example are that is not cut where a model learns it, in words."""
         return f"{max_length} tokens"
 
     def configured(self: AnyKind, config: EvaluateConfig) -> AnyKind:

@@ -17,13 +17,14 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from minilm_cache.corpus.beir import NEGATIVE, POSITIVE, QUERY, best_first
 from minilm_cache.corpus.formats import words_of
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.evaluate.embeddings import BATCHES_OF_A_PART
+from minilm_cache.evaluate.embeddings import BATCHES_OF_A_PART, CutTexts
 from minilm_cache.evaluate.models import Evaluated, find_model, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.retrieval import (
     Measured,
     Ranked,
     Vectors,
+    count_cut,
     drawn_order,
     measured,
     nearest,
@@ -36,7 +37,6 @@ from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.load import IN_FLOAT32, is_classifier, load_model, read_config
 from minilm_cache.models.outline import no_reranker
-from minilm_cache.models.tokenizer import cut_in_words
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new, storage_errors
 
@@ -153,6 +153,7 @@ def _encoded(
             f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors. "
             "Name a sentence encoder, such as mini."
         )
+    count_cut(data, model, CutTexts(config.max_length, session))
     session.progress.start("embed", len(data.queries) + len(data.documents), "texts")
     return vectors_of(model, data, config, session=session)
 
@@ -201,8 +202,20 @@ def compare_rerankers(
         mrr_at_10=measured(values["mrr_at_10"]),
         pairs_per_s=None,
     )
+    cut, texts = CutTexts(config.max_length, session), texts_of(data, found)
+    for model in models:
+        cut.count(model, texts, "pair")
     session.progress.start("rank", len(models) * sum(map(len, found.values())), "pairs")
     return [first, *(_reranked(model, data, found, config=config, session=session) for model in models)]
+
+
+def texts_of(data: OwnData, found: Ranked) -> list[tuple[str, str]]:
+    """Return the texts of queries with the documents that were found, in their order."""
+    return [
+        (data.queries[query], data.documents[name])
+        for query, documents in found.items()
+        for name in documents
+    ]
 
 
 def _first(data: OwnData, most: int | None) -> OwnData:
@@ -264,9 +277,7 @@ def _reranked(
     device = choose_device(config.device)
     score = _scorer(model, config, str(device))
     pairs = [(query, name) for query, documents in found.items() for name in documents]
-    texts = [(data.queries[query], data.documents[name]) for query, name in pairs]
-    if cut := cut_in_words(model.tokenizer(config.max_length), texts, config.max_length, noun="pair"):
-        session.progress.note(f"{model.name}: {cut}")
+    texts = texts_of(data, found)
     # Pairs of about one length share a batch across parts, too: padding would be most of a reranker's time.
     order = np.argsort([len(one) + len(other) for one, other in texts], kind="stable")[::-1]
     scores, started = np.empty(len(texts)), time.perf_counter()

@@ -8,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import needs
-from minilm_cache.evaluate.embeddings import encoded, refuse_no_direction, sentence_encoder
+from minilm_cache.evaluate.embeddings import CutTexts, encoded, refuse_no_direction, sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_data import OwnData, own_data
 from minilm_cache.evaluate.settings import EmbeddingsConfig, OwnDataSettings
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tokenizer import cut_in_words, load_tokenizer
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.folder import refuse_run_as_teacher
 
@@ -76,6 +75,9 @@ def compare_retrieval(
     session.progress.note(
         f"{config.judged}: {len(data.queries):,} queries, searched in {len(data.documents):,} texts"
     )
+    cut = CutTexts(config.max_length, session)
+    for model in models:
+        count_cut(data, model, cut)
     session.progress.start("embed", len(models) * (len(data.queries) + len(data.documents)), "texts")
     found: list[RetrievalScores] = []
     index: Vectors | None = None
@@ -89,6 +91,13 @@ def compare_retrieval(
         means = {name: measured(each) for name, each in values.items()}
         found.append(RetrievalScores(model=model.name, teachers_index=of_index, **means))
     return found
+
+
+def count_cut(data: OwnData, model: Evaluated, cut: CutTexts) -> None:
+    """Say how many queries and documents a sentence encoder cuts."""
+    prompts = read_prompts(model.folder).by_name
+    for role, texts in (("query", data.queries), ("document", data.documents)):
+        cut.count(model, list(zip(texts.values(), strict=True)), role, prompt=prompts.get(role, ""))
 
 
 def vectors_of(
@@ -113,12 +122,6 @@ def vectors_of(
         )
     for vectors in (queries, documents):
         refuse_no_direction(vectors, model.name)
-    tokenizer, prompts = load_tokenizer(model.folder, has_ends=False), read_prompts(model.folder).by_name
-    for role, texts in (("query", data.queries), ("document", data.documents)):
-        prompted = [(prompts.get(role, "") + text,) for text in texts.values()]
-        cut = cut_in_words(tokenizer, prompted, encoder.max_seq_length or config.max_length, noun=role)
-        if cut is not None:
-            session.progress.note(f"{model.name}: {cut}")
     return queries, documents
 
 

@@ -247,10 +247,9 @@ def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[s
     for trial, record in zip(trials, records, strict=True):
         of_sets = {**record.num_scored, TRAIN: record.num_train}
         for name, count in record.num_cut.items():
-            words = (
-                f"{counted(count, 'text')} of {of_sets[name]:,} in {name} are longer than "
-                f"{trial.kind.longest(record.identity.max_length)}, and were cut"
-            )
+            length = record.identity.max_length
+            longest = trial.kind.longest_learned(length) if name == TRAIN else f"{length} tokens"
+            words = f"{count:,} of {counted(of_sets[name], 'text')} in {name} cut: longer than {longest}"
             key = trial.kind.task.title, name
             most[key] = max(most.get(key, (0, "")), (count, words))
     for (title, _), (_, words) in most.items():

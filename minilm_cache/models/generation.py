@@ -440,18 +440,21 @@ def _known_sources(texts: Any) -> list[str | tuple[str, ...]]:  # noqa: ANN401 -
 
 def encode_sources(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str | tuple[str, ...]], max_source: int
-) -> tuple[list[list[int]], int]:
-    """Return the token ids of sources, with special tokens, and how many were cut to `max_source` tokens."""
+) -> tuple[list[list[int]], list[bool]]:
+    """Return the token ids of sources, with special tokens, and which were cut to `max_source` tokens."""
     pairs = [(text,) if isinstance(text, str) else text for text in texts]
     encoded: dict[int, list[int]] = {}
-    num_cut = 0
+    are_cut: dict[int, bool] = {}
     for size in {len(pair) for pair in pairs}:
         numbers = [number for number, pair in enumerate(pairs) if len(pair) == size]
         columns = [[pairs[number][at] for number in numbers] for at in range(size)]
         read = tokenizer(*columns, truncation=True, max_length=max_source)
         encoded |= dict(zip(numbers, read["input_ids"], strict=True))
-        num_cut += sum(bool(each.overflowing) for each in read.encodings or ())
-    return [encoded[number] for number in range(len(pairs))], num_cut
+        are_cut |= {
+            number: bool(each.overflowing) for number, each in zip(numbers, read.encodings, strict=True)
+        }
+    order = range(len(pairs))
+    return [encoded[number] for number in order], [are_cut[number] for number in order]
 
 
 def copy_decoding(source: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

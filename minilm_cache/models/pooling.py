@@ -35,7 +35,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import read_config, usable_length
 from minilm_cache.models.locate import read_json
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tokenizer import cut_in_words, has_tokenizer, load_tokenizer, refuse_more_words
+from minilm_cache.models.tokenizer import has_tokenizer, load_tokenizer, refuse_more_words
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
@@ -546,12 +546,9 @@ class SentenceModel:
             limit = usable_length(model, limit)
         else:  # a file that was exported cannot be asked, and its tokenizer names its limit
             limit = min(limit, self._tokenizer.model_max_length)
-        self._max_length, self._prompts = limit, read_prompts(folder)
+        self.max_length, self._prompts = limit, read_prompts(folder)
+        self.num_cut = 0  # texts that were longer, so far
         self._has_units = self._prompts.similarity != "dot"
-
-    def cut_in_words(self, texts: Sequence[str], *, noun: str) -> str | None:
-        """Return how many texts are longer than it reads; see the function of this name."""
-        return cut_in_words(self._tokenizer, [(text,) for text in texts], self._max_length, noun=noun)
 
     @property
     def num_parameters(self) -> int:
@@ -583,7 +580,9 @@ class SentenceModel:
                 "is not done here. Take another model."
             )
         prompted = [prompt + text for text in texts]
-        ids = self._tokenizer(prompted, truncation=True, max_length=self._max_length)["input_ids"]
+        encoded = self._tokenizer(prompted, truncation=True, max_length=self.max_length)
+        self.num_cut += sum(bool(each.overflowing) for each in encoded.encodings or ())
+        ids = encoded["input_ids"]
         if [] in ids:
             raise TeacherError(
                 f"{self._folder}: its tokenizer makes no token of the text "

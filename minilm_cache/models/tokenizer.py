@@ -8,7 +8,6 @@ processes that cut text start in half the time without them.
 
 import json
 from base64 import b64decode
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.files import library_errors, read_config_file
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.wording import counted
 
 _SPREADING: Final = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "ByteLevel": 2}
 """Characters that one becomes at most. The first rule of each kind is free: tokenizers have one."""
@@ -37,8 +35,6 @@ _LISTS: Final = ("normalizers", "pretokenizers", "decoders")
 
 _KNOWN: Final = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 """Files of tokenizers, any of which is enough."""
-_READ_AT_ONCE: Final = 4096
-"""Texts whose tokens are in memory at once where they are counted."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -121,28 +117,6 @@ def some_token(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the id of a token that models are tried with: one that begins texts, or else pads them."""
     tokens = (tokenizer.cls_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
     return int(next(token for token in tokens if token is not None))
-
-
-def cut_in_words(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[tuple[str, ...]], most: int, *, noun: str
-) -> str | None:
-    """Return how many texts, or pairs of texts, are longer than `most` tokens. None means that none is.
-
-    Args:
-        tokenizer: what reads them.
-        texts: the sides of each, with their prompt if they get one.
-        most: most tokens that a model reads, special tokens included.
-        noun: what they are, one of them.
-    """
-    num_cut = 0
-    for first in range(0, len(texts), _READ_AT_ONCE):
-        sides = map(list, zip(*texts[first : first + _READ_AT_ONCE], strict=True))
-        read = tokenizer(*sides, truncation=True, max_length=most, verbose=False)
-        num_cut += sum(bool(each.overflowing) for each in read.encodings or ())
-    if not num_cut:
-        return None
-    of_all = f"{num_cut:,} of {counted(len(texts), noun)}"
-    return f"{of_all} cut at {most} tokens: give a greater --max-length if the model reads more"
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -293,7 +293,9 @@ def known_scores(study: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
         known[f"{run}/{row['arch']}"] = scored
     if older:
-        left_out.append(f"{study}: scores from before further training, left out: {some_of(older)}")
+        left_out.append(
+            f"{study.resolve().name}: scores from before further training, left out: {some_of(older)}"
+        )
     return known, left_out
 
 

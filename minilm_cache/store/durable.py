@@ -188,7 +188,7 @@ def lock_if_free(path: Path) -> FileLock | None:
     """
     lock = FileLock(path, timeout=0, thread_local=False)
     with storage_errors("lock", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         try:
             lock.acquire()
         except Timeout:

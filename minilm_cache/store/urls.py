@@ -80,10 +80,9 @@ def parts_of_url(url: str) -> tuple[str, str, str]:
     if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
         raise InvalidConfigError(f"cannot open {shown}: no store of this kind is known. {STORE_REMEDY}.")
     if is_url(place) and scheme == "file" and (bucket or shown != place):
-        path = f"/{bucket.removeprefix('localhost')}/{path}".replace("//", "/") if bucket else rest
         raise InvalidConfigError(
-            f"cannot open {shown}: file:// stands before a whole path, without ?, # or @. Give the path "
-            f"alone, like {without_secrets(path)}."
+            f"cannot open {shown}: file:// stands before a whole path, which begins with a slash and has no "
+            "? or #. Give the path alone, without file://."
         )
     if is_url(place) and shown != place:
         raise InvalidConfigError(

@@ -247,6 +247,8 @@ def _locked(path: Path, ranks: Ranks) -> Iterator[None]:
     if not ranks.is_first:
         yield
         return
+    with storage_errors("write", path):
+        path.mkdir(parents=True, exist_ok=True)
     lock = lock_if_free(RunFolder(path=path).lock)
     if lock is None:
         raise StorageError(f"another process trains in {path}. Wait for it, or choose another --out.")

@@ -56,7 +56,7 @@ def unfinished_in_words(folder: Path) -> str | None:
     left = [run.name for run in runs if not load_record(run).complete]
     if not left or len(left) == len(runs):
         return None
-    return f"{folder}: {counted(len(left), 'run')} not complete, left out: {some_of(left)}"
+    return f"{folder.resolve().name}: {counted(len(left), 'run')} not complete, left out: {some_of(left)}"
 
 
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:

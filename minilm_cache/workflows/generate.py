@@ -13,7 +13,7 @@ from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, prepare_new
-from minilm_cache.wording import counted
+from minilm_cache.wording import counted, cut_in_words
 from minilm_cache.workflows.config import GenerateConfig
 
 
@@ -59,12 +59,9 @@ def generate(
     decoding = generator.decoding.changed(config)
     if config.max_length is not None:
         decoding = decoding.with_changes(max_source=config.max_length)
-    _, num_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
-    if num_cut:
-        session.progress.note(
-            f"texts of more than {decoding.max_source} tokens are cut: {num_cut:,} of {len(sources):,}. Give "
-            "a greater --max-length if the model has positions for it"
-        )
+    _, are_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
+    if any(are_cut):
+        session.progress.note(cut_in_words(sum(are_cut), len(sources), "text", most=decoding.max_source))
     session.progress.start("generate", len(sources), "texts")
 
     def advance(count: int) -> None:

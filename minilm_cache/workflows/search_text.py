@@ -17,6 +17,7 @@ from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import refuse_other_kind, refuse_unreadable
 from minilm_cache.train.folder import RunFolder, is_run
 from minilm_cache.train.students import finished_record
+from minilm_cache.wording import cut_in_words
 from minilm_cache.workflows.config import SearchTextConfig
 
 _PART: Final = 512
@@ -74,10 +75,10 @@ def search_texts(
     texts = list(islice(corpus.texts(), config.max_texts))
     if len(texts) < len(corpus.documents):
         session.progress.note(f"searching the first {len(texts):,} of {len(corpus.documents):,} texts")
-    if cut := encoder.cut_in_words(texts, noun="text"):
-        session.progress.note(cut)
     session.progress.start("read", len(texts), "texts")
     documents = torch.cat([encoder.encode(part, role="document") for part in session.parts(texts, _PART)])
+    if encoder.num_cut:
+        session.progress.note(cut_in_words(encoder.num_cut, len(texts), "text", most=encoder.max_length))
     scores = encoder.encode(questions, role="query") @ documents.T
     if not scores.isfinite().all():  # which have no order
         raise TeacherError(f"{model} gives vectors with NaN or infinity. Get its weights again.")

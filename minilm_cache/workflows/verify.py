@@ -141,6 +141,8 @@ def _again(path: Path, config: VerifyConfig, *, teacher: "TeacherSource", sessio
             "Leave --teacher out."
         )
     labels = cache.manifest.labels
+    if labels.pair_columns is not None and config.text_column is not None:
+        raise InvalidConfigError(f"--text-column: {path} holds pairs of {labels.pair_columns}. Leave it out.")
     if config.corpus is not None:
         documents, roles = labels.documents or config.documents, None
         is_recorded = Path(config.corpus).resolve().name == labels.corpus  # else its columns may be others

@@ -123,8 +123,10 @@ def test_the_second_text_alone_is_cut_where_that_is_asked_for(world: World, comm
     assert found == sorted(expected)
     assert found != sorted(tokenizer(*texts, truncation=True, max_length=32)["input_ids"])
     assert "--truncation only_second" in dump_command(dumped.manifest)
-    code, _, err = command("verify", dumped.path, "--teacher", world.teacher, "--corpus", world.corpus)
+    words = ("verify", dumped.path, "--teacher", world.teacher, "--corpus", world.corpus)
+    code, _, err = command(*words)
     assert code == 0, err
+    command.fails(*words, "--text-column", "one", code=2, says="holds pairs of one,two. Leave it out")
 
 
 def test_what_is_cut_is_about_pairs_and_never_about_a_query(world: World, command: Command) -> None:

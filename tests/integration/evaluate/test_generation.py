@@ -105,7 +105,7 @@ def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, c
     assert printed.splitlines() == generated[:2]
     assert "cut" not in err
     code, _, err = command("generate", folder / "model", "ba", "ba " * 40)
-    assert (code, "texts of more than 24 tokens are cut: 1 of 2" in err) == (0, True), err
+    assert (code, "1 of 2 texts cut at 24 tokens" in err) == (0, True), err
 
 
 def test_other_settings_are_other_trials(teacher: Path, tmp_path: Path, command: Command) -> None:
@@ -202,16 +202,17 @@ def test_texts_that_are_trained_on_and_scored_are_counted(
     teacher: Path, tmp_path: Path, command: Command
 ) -> None:
     """Targets that are cut, too: the model learns to end where they were."""
-    rows = [*_rows(16), {"src": "ba", "tgt": "ba " * 9}]
-    file, dev = _write(tmp_path / "own.jsonl", rows), _write(tmp_path / "dev.jsonl", _rows(16)[:3])
+    rows = [*_rows(16), {"src": "ba", "tgt": "ba " * 9}, {"src": "ba " * 30, "tgt": "ba " * 9}]
+    dev = _write(tmp_path / "dev.jsonl", [*_rows(16)[:3], {"src": "bo", "tgt": "ba " * 9}])
+    file = _write(tmp_path / "own.jsonl", rows)
     words = ("evaluate", teacher, "--task", file, "--dev", dev, *FAST, "--device", "cpu", "--json")
     code, printed, err = command(*words, "--out", tmp_path / "out")
     assert code == 0, err
-    assert "own.jsonl: 3 of the 3 texts that are scored are also trained on" in err
+    assert "own.jsonl: 3 of the 4 texts that are scored are also trained on" in err
     found = json.loads(printed)
-    assert [trial["num_cut"] for trial in found["trials"]] == [{"train": 1}]
-    (cut,) = (line for line in found["remarks"] if "were cut" in line)
-    assert "1 text of 17 in train are longer than 24 tokens, or their targets than --max-new-tokens 6" in cut
+    assert [trial["num_cut"] for trial in found["trials"]] == [{"train": 2}]  # those of dev sets are whole
+    (cut,) = (line for line in found["remarks"] if "cut" in line)
+    assert "2 of 18 texts in train cut: longer than 24 tokens, or targets than 6 (--max-new-tokens)" in cut
 
 
 def test_columns_may_be_named_without_the_target(teacher: Path, tmp_path: Path, command: Command) -> None:

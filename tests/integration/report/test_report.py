@@ -497,13 +497,15 @@ def test_what_a_study_has_not_finished_or_has_trained_further_is_said(world: Wor
     pq.write_table(pa.table(scored), study / "students.parquet")
     known, left_out = known_scores(study)
     assert {Path(name).parent.name for name in known} == {"a"}
-    assert [line.removeprefix(f"{study}: ") for line in left_out] == [
-        "1 run not complete, left out: c",
-        "scores from before further training, left out: b/1x16",
+    assert left_out == [
+        "study: 1 run not complete, left out: c",
+        "study: scores from before further training, left out: b/1x16",
     ]
     code, out, err = command("report", study, "--out", page, "--json")
     assert code == 0, err
     assert set(json.loads(out)["cautions"]) >= {f"{line}." for line in left_out}
+    assert all(line in page.read_text() for line in left_out)
+    assert str(world.root) not in page.read_text()  # which names folders alone
     said = (pytest.warns(UserWarning, match=what) for what in ("not complete", "before further training"))
     with next(said), next(said):
         results(study)

@@ -1,5 +1,6 @@
 """Dropout on a CPU does what torch's does, from other random numbers. Attention of bfloat16 is float32's."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,14 +85,19 @@ def test_attention_of_bfloat16_vectors_is_trained_in_float32(masked: bool) -> No
         assert evaluated.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", [*TINY, *DECODERS, *BIASED])
-def test_dropout_that_drops_nothing_changes_nothing(family: str) -> None:
+WHOLE_HEADS = {"num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [*product([*TINY, *DECODERS, *BIASED], [{}]), *product(DECODERS, [WHOLE_HEADS])]
+)
+def test_dropout_that_drops_nothing_changes_nothing(family: str, changes: dict[str, Any]) -> None:
     """A student sees in training what it sees in use, with padding and without, also one of a decoder."""
-    config = tiny_model(family).config.to_dict()
+    config = tiny_model(family, **changes).config.to_dict()
     nothing: dict[str, Any] = {
         name: 1e-9 for name, value in config.items() if "drop" in name and isinstance(value, float)
     }
-    model = tiny_model(family, attention=ATTENTION, **nothing)
+    model = tiny_model(family, attention=ATTENTION, **changes, **nothing)
     draw_faster(model)
     ids = torch.randint(5, len(VOCABULARY), (2, 12), generator=torch.Generator().manual_seed(0))
     for seen in (torch.ones(2, 12), (torch.arange(12) < torch.tensor([[12], [7]])).float()):

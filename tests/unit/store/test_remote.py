@@ -167,19 +167,12 @@ def test_a_path_is_no_url_and_is_shown_as_it_is(place: str) -> None:
         assert without_secrets(place) == place
 
 
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("file://home/x", "/home/x"),
-        ("file://localhost/home/x", "/home/x"),
-        ("file:///home/a#b", "/home/a#b"),
-        ("file:///a:b@c", "/a:b@c"),
-    ],
-)
-def test_a_file_url_is_that_of_a_whole_path(url: str, path: str) -> None:
+@pytest.mark.parametrize("url", ["file://home/x", "file://localhost/x", "file://me:word@x", "file:///x?word"])
+def test_a_file_url_is_that_of_a_whole_path(url: str) -> None:
     """Others would be folders below the one that a command runs in."""
-    with pytest.raises(InvalidConfigError, match=rf"file:// stands before a whole path.* like {path}\.$"):
+    with pytest.raises(InvalidConfigError, match="file:// stands before a whole path") as raised:
         open_store(url)
+    assert "word" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///folder", "gs://", "hf:///", "file://", "file:///"])
