@@ -396,7 +396,7 @@ def refuse_no_sources(config: GenerateConfig, model: str, texts: Sequence[str]) 
         next(own_rows(config.file, config.columns, "--text-columns", named="--file "), None)
     folder = locate_teacher(model, config.revision, without_weights=True).folder
     refuse_no_config(folder)
-    read_decoding(folder).changed(config)
+    read_decoding(folder).changed(config, config.max_length)
     is_pair = bool(config.answer) if config.file is None else len(config.columns) > 1
     refuse_other_sources(model, num_texts=2 if is_pair else 1, pairs=is_of_pairs(folder))
 

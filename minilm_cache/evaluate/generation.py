@@ -74,18 +74,14 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
             for name in ("label_smoothing", "target_mask_prob", "positions")
             if getattr(config, name) is not None
         }
-        decoding = generation.decoding.changed(config)
-        if config.max_length is not None:
-            decoding = decoding.with_changes(max_source=config.max_length)
+        decoding = generation.decoding.changed(config, config.max_length)
         generation = generation.with_changes(decoding=decoding, **changes)
         return self.of(replace(self.task, generation=generation))
 
     def as_tuned(self, model: Evaluated, config: EvaluateConfig) -> "GenerationKind":
         """Return the kind with the decoding of a model that generates texts already; see `Kind.as_tuned`."""
         refuse_other_sources(model.name, num_texts=len(self.task.sources), pairs=is_of_pairs(model.folder))
-        decoding = read_decoding(model.folder).changed(config)
-        if config.max_length is not None:
-            decoding = decoding.with_changes(max_source=config.max_length)
+        decoding = read_decoding(model.folder).changed(config, config.max_length)
         generation = self.task.generation.with_changes(decoding=decoding, positions=None)
         return self.of(replace(self.task, generation=generation))
 

@@ -195,13 +195,7 @@ def compare_rerankers(
         _refuse_other_answers(model)
     vectors = _encoded(data, config.first_stage, config, session=session)
     found = nearest(data, *vectors, most=config.candidates)
-    values = values_of(data, found)
-    first = RerankScores(
-        model=f"{config.first_stage} (first stage)",
-        ndcg_at_10=measured(values["ndcg_at_10"]),
-        mrr_at_10=measured(values["mrr_at_10"]),
-        pairs_per_s=None,
-    )
+    first = _scores_of(f"{config.first_stage} (first stage)", data, found, pairs_per_s=None)
     cut, texts = CutTexts(config.max_length, session), texts_of(data, found)
     for model in models:
         cut.count(model, texts, "pair")
@@ -294,10 +288,10 @@ def _reranked(
     for at in sorted(range(len(pairs)), key=lambda at: (-scores[at], drawn[pairs[at][1]])):
         query, name = pairs[at]
         run[query][name] = float(scores[at])
-    values = values_of(data, run)
-    return RerankScores(
-        model=model.name,
-        ndcg_at_10=measured(values["ndcg_at_10"]),
-        mrr_at_10=measured(values["mrr_at_10"]),
-        pairs_per_s=pairs_per_s,
-    )
+    return _scores_of(model.name, data, run, pairs_per_s=pairs_per_s)
+
+
+def _scores_of(name: str, data: OwnData, run: Ranked, *, pairs_per_s: float | None) -> RerankScores:
+    means = {metric: measured(each) for metric, each in values_of(data, run).items()}
+    ndcg, mrr = means["ndcg_at_10"], means["mrr_at_10"]
+    return RerankScores(model=name, ndcg_at_10=ndcg, mrr_at_10=mrr, pairs_per_s=pairs_per_s)

@@ -42,9 +42,10 @@ class Decoding(FrozenSettings):
             )
         return self
 
-    def changed(self, options: "DecodingOptions") -> "Decoding":
-        """Return these settings with those that were given as options."""
+    def changed(self, options: "DecodingOptions", max_source: int | None) -> "Decoding":
+        """Return these settings with those that were given as options; None means those that are here."""
         given = {name: getattr(options, name) for name in DecodingOptions.model_fields}
+        given["max_source"] = max_source
         return self.with_changes(**{name: value for name, value in given.items() if value is not None})
 
     @property

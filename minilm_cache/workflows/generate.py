@@ -56,9 +56,7 @@ def generate(
     device = choose_device(config.device)
     generator = TextGenerator.load(locate_teacher(model, config.revision).folder, str(device))
     refuse_other_sources(model, num_texts=len(sources[0]), pairs=generator.pairs)
-    decoding = generator.decoding.changed(config)
-    if config.max_length is not None:
-        decoding = decoding.with_changes(max_source=config.max_length)
+    decoding = generator.decoding.changed(config, config.max_length)
     _, are_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
     if any(are_cut):
         session.progress.note(cut_in_words(sum(are_cut), len(sources), "text", most=decoding.max_source))

@@ -69,7 +69,7 @@ class Source:
                 f"{path}: this is no mapping of keys to values. docs/chains-and-studies.md shows one."
             )
         self._root: yaml.Node = root
-        for node in _mappings(root):
+        for node in (each for each in _nodes(root) if isinstance(each, yaml.MappingNode)):
             counts = Counter(str(key.value) for key, _ in node.value)
             repeated = next((key for key, _ in node.value if counts[str(key.value)] > 1), None)
             if repeated is not None:
@@ -186,8 +186,8 @@ def _refuse_odd_numbers(path: Path, root: yaml.Node | None) -> None:
 
     YAML 1.1 reads 010 as 8 and 1:30 as 90. Python does not turn numbers of many digits back into text.
     """
-    for node in _scalars(root):
-        if node.tag != "tag:yaml.org,2002:int":
+    for node in _nodes(root):
+        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:int":
             continue
         if len(node.value) > _MAX_DIGITS:
             raise InvalidConfigError(
@@ -206,17 +206,15 @@ def _decimal(number: str) -> int | None:
     return None if ":" in number else int(number.replace("_", ""))
 
 
-def _scalars(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
-    """Yield every value and key below a node that holds no others."""
-    if isinstance(node, yaml.ScalarNode):
-        yield node
-    elif isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            for part in pair:
-                yield from _scalars(part)
-    elif isinstance(node, yaml.SequenceNode):
-        for part in node.value:
-            yield from _scalars(part)
+def _nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Yield a node, and every key and value below it."""
+    if node is None:
+        return
+    yield node
+    parts = node.value if isinstance(node, yaml.MappingNode | yaml.SequenceNode) else ()
+    for part in parts:
+        for each in part if isinstance(part, tuple) else (part,):
+            yield from _nodes(each)
 
 
 def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
@@ -228,14 +226,3 @@ def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part].start_mark.line, node.value[part]
     return None
-
-
-def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """Yield every mapping of the document below a node, the node included."""
-    if isinstance(node, yaml.MappingNode):
-        yield node
-        for _, value in node.value:
-            yield from _mappings(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from _mappings(value)
