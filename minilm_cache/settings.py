@@ -205,7 +205,7 @@ class ColumnSettings(WrittenSettings):
     """What is a document in .txt files: the text between empty lines (`paragraphs`), or a line (`lines`)."""
 
     @model_validator(mode="after")
-    def _texts_or_pairs(self) -> Self:
+    def _texts_or_pairs(self) -> "ColumnSettings":
         if self.text_column is not None and getattr(self, "pair_columns", None) is not None:
             raise ValueError(TEXTS_OR_PAIRS)
         return self
