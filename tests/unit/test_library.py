@@ -4,24 +4,12 @@ import html
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import minilm_cache
-from minilm_cache import (
-    DumpConfig,
-    MiniLMCacheError,
-    TrainConfig,
-    dump_cache,
-    evaluate_models,
-    open_cache,
-    search_texts,
-    slice_teacher,
-    students_table,
-    train_students,
-)
+from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, students_table, train_students
 from minilm_cache.report.runs import Student, TrainedRun
 from minilm_cache.session import Session
 from tests.support import World
@@ -115,19 +103,6 @@ def test_a_home_is_not_needed(world: World, monkeypatch: pytest.MonkeyPatch, tmp
 
     assert dumped.path.parent == tmp_path / "user/.cache/minilm-cache/caches"
     assert trained.path.parent == tmp_path / "user/.cache/minilm-cache/runs"
-
-
-def test_settings_are_objects_of_their_class(tmp_path: Path) -> None:
-    given: Any = {"teacher": "mini"}
-    for call, name in (
-        (lambda: dump_cache(given), "DumpConfig"),
-        (lambda: train_students(given, tmp_path), "TrainConfig"),
-        (lambda: evaluate_models(given, "mini", out=tmp_path), "EvaluateConfig"),
-        (lambda: slice_teacher(given, tmp_path / "out"), "SliceConfig"),
-        (lambda: search_texts(given, "mini", "a text"), "SearchTextConfig"),
-    ):
-        with pytest.raises(MiniLMCacheError, match=rf"settings are a dict, and a {name} is needed: {name}\("):
-            call()
 
 
 def test_settings_name_what_is_wrong() -> None:

@@ -1,6 +1,7 @@
 """What people write in Python: texts for numbers and paths, bars, and what results print."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,8 +13,11 @@ from minilm_cache import (
     TrainedRun,
     attention_figure,
     dump_cache,
+    evaluate_models,
     open_cache,
     results,
+    search_texts,
+    slice_teacher,
     train_students,
 )
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
@@ -90,3 +94,18 @@ def test_maps_of_students_with_fewer_pieces_are_refused(world: World) -> None:
     fewer = world.train("fewer", vocab="20", arch=("1x16",), init="random", steps=1)
     with pytest.raises(InvalidConfigError, match="do not have all pieces of the teacher's vocabulary"):
         attention_figure(fewer.path, "ba", teacher=str(world.teacher))
+
+
+def test_settings_are_objects_of_their_class(tmp_path: Path) -> None:
+    given: Any = {"teacher": "mini"}
+    for call, name in (
+        (lambda: dump_cache(given), "DumpConfig"),
+        (lambda: train_students(given, tmp_path), "TrainConfig"),
+        (lambda: evaluate_models(given, "mini", out=tmp_path), "EvaluateConfig"),
+        (lambda: slice_teacher(given, tmp_path / "out"), "SliceConfig"),
+        (lambda: search_texts(given, "mini", "a text"), "SearchTextConfig"),
+    ):
+        with pytest.raises(
+            InvalidConfigError, match=rf"settings are a dict, and a {name} is needed: {name}\("
+        ):
+            call()
