@@ -47,7 +47,6 @@ class TerminalProgress:
         self._task: TaskID | None = None
         self._unit = ""
         self._shown_at = 0.0
-        self._noted: set[str] = set()
 
     def start(self, task: str, total: int, unit: str) -> None:
         """Begin a task of `total` units, and end the task before it."""
@@ -66,10 +65,7 @@ class TerminalProgress:
             self._print_line()
 
     def note(self, message: str) -> None:
-        """Print one line, after the last line of a finished task; what was said before is not repeated."""
-        if message in self._noted:
-            return
-        self._noted.add(message)
+        """Print one line, after the last line of a finished task."""
         if self._task is not None and self._bar.tasks[-1].finished:
             self._finish_task()
         self._print(message)

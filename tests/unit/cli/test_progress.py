@@ -22,13 +22,6 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return capsys.readouterr().err.splitlines()
 
 
-def test_what_was_said_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    with TerminalProgress().shown() as progress:
-        for line in ("a diverged", "b diverged", "a diverged"):
-            progress.note(line)
-    assert capsys.readouterr().err.splitlines() == ["a diverged", "b diverged"]
-
-
 def test_a_loss_stands_next_to_the_rate(shown: list[str]) -> None:
     assert re.fullmatch(r"train: 50% \(100 tokens, [\d,]+ tokens/s, loss 0\.5(, 0:00 left)?\)", shown[0])
     assert "loss 0.25" in shown[1]
