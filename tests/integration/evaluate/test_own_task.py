@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
         "text",
         "--metric",
         "f1",
-        code=1,
+        code=2,
         says="two classes",
     )
     for change, says in (
