@@ -39,7 +39,7 @@ def stoppable_session() -> Iterator[Session]:
 
 @contextmanager
 def quiet_session() -> Iterator[Session]:
-    """Yield such a session for a command that runs models, whose libraries show nothing of their own."""
+    """Yield a stoppable session for a command that runs models, and keep libraries from printing."""
     quiet_libraries()
     with stoppable_session() as session:
         yield session

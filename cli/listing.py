@@ -128,17 +128,13 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
 
 
 def _print_runs(place: Path, runs: Sequence[dict[str, Any]]) -> None:
-    rows = [
-        [str(Path(run["run"]).relative_to(place)), "-", "-", run["problem"]]
-        if run["problem"]
-        else [
-            str(Path(run["run"]).relative_to(place)),
-            ", ".join(run["students"]),
-            f"{run['objective']}, {run['steps']:,} steps",
-            "complete" if run["complete"] else "unfinished",
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        described = ["-", "-", run["problem"]]
+        if not run["problem"]:
+            trained = f"{run['objective']}, {run['steps']:,} steps"
+            described = [", ".join(run["students"]), trained, "complete" if run["complete"] else "unfinished"]
+        rows.append([str(Path(run["run"]).relative_to(place)), *described])
     print_table(f"Runs in {place}", ["run", "students", "objective", "state"], rows)
 
 

@@ -165,6 +165,13 @@ class Packing(StoredModel):
         return 2 if self.template is None else len(self.template.before) + len(self.template.after)
 
     @property
+    def num_after(self) -> int:
+        """Number of special tokens after each sequence."""
+        if self.pair is not None:
+            return len(self.pair.after)
+        return 1 if self.template is None else len(self.template.after)
+
+    @property
     def room(self) -> int:
         """Greatest number of tokens of a sequence, without the special ones around it."""
         return self.max_length - self.num_special

@@ -152,10 +152,14 @@ def left_out_in_words(corpus: str) -> str | None:
     for file in corpus_files(path, pairs=True) if path.exists() else ():
         for _, (query, _, grade) in _judgements(file) if judged_files(file) else ():
             best[query] = max(grade, best.get(query, grade))
-    left_out = sum(grade <= 0 for grade in best.values())
-    if not left_out:
+    return unanswered_in_words(sum(grade <= 0 for grade in best.values()), len(best))
+
+
+def unanswered_in_words(num_unanswered: int, num_judged: int) -> str | None:
+    """Return how many judged queries have no relevant document. None means that each has one."""
+    if not num_unanswered:
         return None
-    return f"{left_out:,} of {len(best):,} judged queries have no relevant document, and are left out"
+    return f"{num_unanswered:,} of {num_judged:,} judged queries have no relevant document, and are left out"
 
 
 def best_first(grades: Mapping[str, int]) -> list[str]:

@@ -175,9 +175,9 @@ class CutTexts:
             return
         self.seen.add(key)
         num_cut = 0
-        for start in range(0, len(texts), _COUNTED_AT_ONCE):
-            self.session.stop_if_asked(NOTHING_KEPT)
-            first, *second = map(list, zip(*texts[start : start + _COUNTED_AT_ONCE], strict=True))
+        self.session.progress.start("count tokens", len(texts), "texts")
+        for part in self.session.parts(texts, _COUNTED_AT_ONCE):
+            first, *second = map(list, zip(*part, strict=True))
             sides = [[prompt + text for text in first], *second]
             read = tokenizer(*sides, truncation=True, max_length=most, verbose=False)
             num_cut += sum(bool(each.overflowing) for each in read.encodings or ())

@@ -164,7 +164,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
         return _EncodedTexts(examples, features, tokenizer, num_cut=sum(are_cut), num_learned_cut=learned)
 
     def longest_learned(self, max_length: int) -> str:
-        """Return how long sources and targets are that are not cut; see `Kind.longest_learned`."""
+        """Return the greatest lengths of a source and of a target; see `Kind.longest_learned`."""
         most = self.generation.decoding.max_new_tokens
         return f"{max_length} tokens, or targets than {most} (--max-new-tokens)"
 

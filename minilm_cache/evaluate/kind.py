@@ -54,7 +54,7 @@ class Kind(ABC, Generic[AnyTask, AnyExample]):
     task: AnyTask
 
     def longest_learned(self, max_length: int) -> str:
-        """Return how long the texts of an example are that is not cut where a model learns it, in words."""
+        """Return the greatest length of texts that a model learns whole, in words."""
         return f"{max_length} tokens"
 
     def configured(self: AnyKind, config: EvaluateConfig) -> AnyKind:

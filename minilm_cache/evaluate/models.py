@@ -161,9 +161,11 @@ def load_with_head(
     return drawn
 
 
-def _with_runs(names: Iterable[str]) -> Iterator[str]:
-    """Yield names of models; a chain, a study or a search stands for its complete runs."""
+def _with_runs(names: Iterable[str], note: Callable[[str], None]) -> Iterator[str]:
+    """Yield names of models; a chain or a study stands for its complete runs, and a note names the others."""
     for name in names:
+        if left_out := unfinished_in_words(Path(name)):
+            note(left_out)
         yield from [str(run) for run in runs_of(Path(name)) if load_record(run).complete] or [name]
 
 
@@ -230,9 +232,7 @@ def find_models(
         InvalidConfigError: two models have the same name, or there is a revision of runs alone.
     """
     models: list[Evaluated] = []
-    found = list(_with_runs(dict.fromkeys(names)))
-    for line in filter(None, map(unfinished_in_words, map(Path, dict.fromkeys(names)))):
-        note(line)
+    found = list(_with_runs(dict.fromkeys(names), note))
     if revision is not None and all(is_run(Path(name)) for name in found):
         raise InvalidConfigError(
             f"--revision {revision} goes with a model from the hub; {found[0]} is a run."

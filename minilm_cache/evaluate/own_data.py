@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.corpus.beir import json_records, read_judged, text_of
+from minilm_cache.corpus.beir import json_records, read_judged, text_of, unanswered_in_words
 from minilm_cache.corpus.formats import judged_files, texts_beside, words_of
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.settings import RetrievalData, refuse_no_data
@@ -52,12 +52,8 @@ def own_data(named: RetrievalData, *, session: Session) -> OwnData:
         CorpusError: same as for `read_own_data`, or the corpus cannot be read.
     """
     data = read_own_data(named)
-    if data.num_unanswered:
-        judged = data.num_unanswered + len(data.queries)
-        session.progress.note(
-            f"{named.judged}: {data.num_unanswered:,} of {judged:,} judged queries have no relevant "
-            "document, and are left out"
-        )
+    if left_out := unanswered_in_words(data.num_unanswered, data.num_unanswered + len(data.queries)):
+        session.progress.note(f"{named.judged}: {left_out}")
     if named.beside is None:
         return data
     from minilm_cache.corpus.load import load_corpus  # noqa: PLC0415 - it takes seconds

@@ -161,8 +161,8 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention's output, `(batch, length, heads, size)`, the way that is fast on its device."""
     is_cpu = query.device.type == "cpu"
-    is_plain = query.shape[1] == key.shape[1] and _is_plain(module, attention_mask, kwargs)
-    if dropout > 0 and is_cpu and is_plain and not torch.compiler.is_compiling():
+    drops_here = dropout > 0 and is_cpu and not torch.compiler.is_compiling()
+    if drops_here and query.shape[1] == key.shape[1] and _is_plain(module, attention_mask, kwargs):
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention_with_dropout(
             query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout

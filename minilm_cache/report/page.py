@@ -373,8 +373,8 @@ def report_runs(
     session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     by_folder = [known_scores(path) for path in resolved]
     scores = {name: scored for known, _ in by_folder for name, scored in known.items()}
-    several = [_OF_SEVERAL] if sum(bool(known) for known, _ in by_folder) > 1 else []
-    several += [line for _, left_out in by_folder for line in left_out]
+    remarks = [_OF_SEVERAL] if sum(bool(known) for known, _ in by_folder) > 1 else []
+    remarks += [line for _, left_out in by_folder for line in left_out]
     students = students_table(runs, teacher, device=config.device, scores=scores)
     report = write_report(
         out,
@@ -384,8 +384,8 @@ def report_runs(
         map_texts=map_texts,
         title=config.title,
         paths=config.paths,
-        remarks=several,
+        remarks=remarks,
         searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
-    said = (*cautions(runs), *(f"{line}." for line in several))
+    said = (*cautions(runs), *(f"{line}." for line in remarks))
     return ReportResult(report=report, students=students, cautions=said)

@@ -33,7 +33,7 @@ from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.store.durable import open_regular, regular_bytes
 from minilm_cache.store.parquet_headers import refuse_bomb
-from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.folder import RunFolder, runs_of
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord, load_record
 from minilm_cache.train.students import unfinished_in_words
 from minilm_cache.wording import Place, number_text, some_of
@@ -284,14 +284,14 @@ def known_scores(study: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
             f"cannot read {file}: {first_line(error)}. Run the study again; it makes the table anew."
         ) from error
     known: dict[str, dict[str, float]] = {}
+    steps = {run.name: load_record(run).identity.steps for run in runs_of(study)}
     older: list[str] = []
     for row in table.to_pylist() if metrics else ():
-        run = study.resolve() / "runs" / row["run"]
-        if is_run(run) and load_record(run).identity.steps != row["steps"]:
-            older.append(f"{run.name}/{row['arch']}")
+        if steps.get(row["run"], row["steps"]) != row["steps"]:
+            older.append(f"{row['run']}/{row['arch']}")
             continue
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
-        known[f"{run}/{row['arch']}"] = scored
+        known[f"{study.resolve() / 'runs' / row['run']}/{row['arch']}"] = scored
     if older:
         left_out.append(
             f"{study.resolve().name}: scores from before further training, left out: {some_of(older)}"

@@ -88,7 +88,9 @@ class TrainResult(Made):
         """
         known = [student.arch for student in self.record.trained]
         if arch not in known:
-            raise InvalidConfigError(f"{self.path} has no student {arch}. Its students: {', '.join(known)}.")
+            raise InvalidConfigError(
+                f"{self.path} has no student {arch}. Its students: {', '.join(known) or 'none'}."
+            )
         return RunFolder(path=self.path).student(arch)
 
     def describe(self) -> dict[str, object]:

@@ -42,8 +42,7 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
     )
     kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
     packing = cache.manifest.identity.packing
-    num_after = 1 if packing.template is None else len(packing.template.after)  # else [CLS] text [SEP]
-    return Vocabulary(pieces, counts + of_held_out, kept, num_after=num_after, pair=packing.pair)
+    return Vocabulary(pieces, counts + of_held_out, kept, num_after=packing.num_after, pair=packing.pair)
 
 
 def listed_name(config: TrainConfig, cache: Cache) -> str | None:

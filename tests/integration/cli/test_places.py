@@ -62,7 +62,7 @@ def test_a_folder_lists_its_caches_and_runs(world: World, home: Path, command: C
     study = home / "studies/one"
     study.mkdir(parents=True)
     (home / "runs").rename(study / "runs")
-    printed = command("ls", study.parent)[1]  # rows of several studies are told apart
+    printed = command("ls", study.parent)[1]  # two studies may have runs of one name
     assert all(f"one/runs/{run.name}" in printed for run in (study / "runs").iterdir())
     (study / "runs").rename(home / "runs")
     of_home = json.loads(command("ls", home, "--json")[1])
