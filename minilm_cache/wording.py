@@ -34,10 +34,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def cut_in_words(num_cut: int, num_all: int, noun: str, *, most: int) -> str:
-    """Return how many of all texts, pairs, ... are cut at `most` tokens, and what to do."""
-    of_all = f"{num_cut:,} of {counted(num_all, noun)} cut at {most} tokens"
-    return f"{of_all}: give a greater --max-length if the model reads more"
+def cut_in_words(num_cut: int, num_all: int, noun: str, *, most: str) -> str:
+    """Return how many of all texts, pairs, ... are cut at a length (`most`, in words), and what to do."""
+    are = "is" if num_cut == 1 else "are"
+    cut = f"{num_cut:,} of {counted(num_all, noun)} {are} cut at {most}"
+    return f"{cut}. Give a greater --max-length if the model has positions for it"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -182,7 +182,7 @@ class CutTexts:
             read = tokenizer(*sides, truncation=True, max_length=most, verbose=False)
             num_cut += sum(bool(each.overflowing) for each in read.encodings or ())
         if num_cut:
-            self.session.progress.note(cut_in_words(num_cut, len(texts), noun, most=most))
+            self.session.progress.note(cut_in_words(num_cut, len(texts), noun, most=f"{most} tokens"))
 
 
 def encoded(

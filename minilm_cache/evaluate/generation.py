@@ -166,7 +166,7 @@ class GenerationKind(Kind[GenerationTask, GenerationExample]):
     def longest_learned(self, max_length: int) -> str:
         """Return the greatest lengths of a source and of a target; see `Kind.longest_learned`."""
         most = self.generation.decoding.max_new_tokens
-        return f"{max_length} tokens, or targets than {most} (--max-new-tokens)"
+        return f"{max_length} tokens, or targets at {most} (--max-new-tokens)"
 
     def collator(self, tokenizer: PreTrainedTokenizerFast) -> Callable[[Features], dict[str, Any]]:
         """Return what makes a batch of masked targets; it draws from `random`, which the Trainer seeds."""

@@ -32,7 +32,7 @@ from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import refuse_other_kind
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file, refuse_unwritable
-from minilm_cache.wording import Made, Place, counted, some_of
+from minilm_cache.wording import Made, Place, cut_in_words, some_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -249,11 +249,11 @@ def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[s
         for name, count in record.num_cut.items():
             length = record.identity.max_length
             longest = trial.kind.longest_learned(length) if name == TRAIN else f"{length} tokens"
-            words = f"{count:,} of {counted(of_sets[name], 'text')} in {name} cut: longer than {longest}"
+            words = cut_in_words(count, of_sets[name], "text", most=longest)
             key = trial.kind.task.title, name
             most[key] = max(most.get(key, (0, "")), (count, words))
-    for (title, _), (_, words) in most.items():
-        yield f"{title}: {words}. Give a greater --max-length if the models have positions for it"
+    for (title, name), (_, words) in most.items():
+        yield f"{title}, {name}: {words}"
 
 
 def _gone(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[str]:

@@ -293,9 +293,8 @@ def known_scores(study: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
         scored = {name.removeprefix(SCORE): row[name] for name in metrics if row[name] is not None}
         known[f"{study.resolve() / 'runs' / row['run']}/{row['arch']}"] = scored
     if older:
-        left_out.append(
-            f"{study.resolve().name}: scores from before further training, left out: {some_of(older)}"
-        )
+        name = study.resolve().name
+        left_out.append(f"{name}: scores from before further training are left out, of {some_of(older)}")
     return known, left_out
 
 

@@ -6,7 +6,7 @@ from minilm_cache.errors import IdentityMismatchError, TeacherError
 from minilm_cache.models.files import weight_files, weights_sha256
 from minilm_cache.train.folder import RunFolder, rounds_of, runs_of
 from minilm_cache.train.record import RunRecord, load_record
-from minilm_cache.wording import counted, some_of
+from minilm_cache.wording import some_of
 
 
 def refuse_other_weights(folder: Path, record: RunRecord, arch: str | None = None) -> None:
@@ -56,7 +56,8 @@ def unfinished_in_words(folder: Path) -> str | None:
     left = [run.name for run in runs if not load_record(run).complete]
     if not left or len(left) == len(runs):
         return None
-    return f"{folder.resolve().name}: {counted(len(left), 'run')} not complete, left out: {some_of(left)}"
+    are = "is" if len(left) == 1 else "are"
+    return f"{folder.resolve().name}: {some_of(left)} {are} not complete, and {are} left out"
 
 
 def lost_students(folder: Path, record: RunRecord) -> list[Path]:

@@ -59,7 +59,9 @@ def generate(
     decoding = generator.decoding.changed(config, config.max_length)
     _, are_cut = encode_sources(generator.tokenizer, sources, decoding.max_source)
     if any(are_cut):
-        session.progress.note(cut_in_words(sum(are_cut), len(sources), "text", most=decoding.max_source))
+        session.progress.note(
+            cut_in_words(sum(are_cut), len(sources), "text", most=f"{decoding.max_source} tokens")
+        )
     session.progress.start("generate", len(sources), "texts")
 
     def advance(count: int) -> None:

@@ -78,7 +78,9 @@ def search_texts(
     session.progress.start("read", len(texts), "texts")
     documents = torch.cat([encoder.encode(part, role="document") for part in session.parts(texts, _PART)])
     if encoder.num_cut:
-        session.progress.note(cut_in_words(encoder.num_cut, len(texts), "text", most=encoder.max_length))
+        session.progress.note(
+            cut_in_words(encoder.num_cut, len(texts), "text", most=f"{encoder.max_length} tokens")
+        )
     scores = encoder.encode(questions, role="query") @ documents.T
     if not scores.isfinite().all():  # which have no order
         raise TeacherError(f"{model} gives vectors with NaN or infinity. Get its weights again.")

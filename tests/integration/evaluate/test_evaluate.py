@@ -358,8 +358,8 @@ def test_texts_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: 
     found = evaluated(command, teacher, *own, "--out", tmp_path / "out")
     assert [trial["num_cut"] for trial in found["trials"]] == [{"dev": 2, "train": 1}]
     cut, learned = (line for line in found["remarks"] if "cut" in line)
-    assert "2 of 4 texts in dev cut: longer than 32 tokens. Give a greater --max-length" in cut
-    assert "1 of 4 texts in train cut: longer than 32 tokens" in learned
+    assert "train.csv, dev: 2 of 4 texts are cut at 32 tokens. Give a greater --max-length" in cut
+    assert "train.csv, train: 1 of 4 texts is cut at 32 tokens. Give a greater --max-length" in learned
     folder = Path(found["trials"][0]["folder"])
     shutil.rmtree(folder / "predictions")
     again = evaluated(command, teacher, *own, "--out", tmp_path / "out")

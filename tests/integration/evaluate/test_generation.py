@@ -105,7 +105,7 @@ def test_a_model_learns_to_generate_and_is_kept(teacher: Path, tmp_path: Path, c
     assert printed.splitlines() == generated[:2]
     assert "cut" not in err
     code, _, err = command("generate", folder / "model", "ba", "ba " * 40)
-    assert (code, "1 of 2 texts cut at 24 tokens" in err) == (0, True), err
+    assert (code, "1 of 2 texts is cut at 24 tokens" in err) == (0, True), err
 
 
 def test_other_settings_are_other_trials(teacher: Path, tmp_path: Path, command: Command) -> None:
@@ -212,7 +212,8 @@ def test_texts_that_are_trained_on_and_scored_are_counted(
     found = json.loads(printed)
     assert [trial["num_cut"] for trial in found["trials"]] == [{"train": 2}]  # those of dev sets are whole
     (cut,) = (line for line in found["remarks"] if "cut" in line)
-    assert "2 of 18 texts in train cut: longer than 24 tokens, or targets than 6 (--max-new-tokens)" in cut
+    said = "own.jsonl, train: 2 of 18 texts are cut at 24 tokens, or targets at 6 (--max-new-tokens)"
+    assert said in cut
 
 
 def test_columns_may_be_named_without_the_target(teacher: Path, tmp_path: Path, command: Command) -> None:

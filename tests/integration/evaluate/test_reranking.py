@@ -158,7 +158,7 @@ def test_rankings_are_those_of_cross_encoder(
     code, printed, err = command("rerank", scorers[0], *words[:-1], 12, "--max-queries", 5)
     assert code == 0
     assert "pairs/s" in printed
-    assert "60 of 60 pairs cut at 12 tokens" in err  # of 4 and 6 words, and 3 special tokens
+    assert "60 of 60 pairs are cut at 12 tokens" in err  # of 4 and 6 words, and 3 special tokens
 
 
 def test_what_does_not_rank_is_one_line(tmp_path: Path, models: Models, file: Path, command: Command) -> None:

@@ -498,8 +498,8 @@ def test_what_a_study_has_not_finished_or_has_trained_further_is_said(world: Wor
     known, left_out = known_scores(study)
     assert {Path(name).parent.name for name in known} == {"a"}
     assert left_out == [
-        "study: 1 run not complete, left out: c",
-        "study: scores from before further training, left out: b/1x16",
+        "study: c is not complete, and is left out",
+        "study: scores from before further training are left out, of b/1x16",
     ]
     code, out, err = command("report", study, "--out", page, "--json")
     assert code == 0, err

@@ -276,6 +276,19 @@ def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, c
     sizes = {each["arch"]: each["num_bytes"] for each in result["candidates"]}
     assert sizes["2x32:ff64"] - sizes["1x32:ff64"] + 4 * 32 * 8 * 32 > 4 * 2 * 32 * 6 * 32
     assert result["teacher_latency_ms"] > 0
+    ship = (
+        "export-model",
+        result["student"],
+        "--onnx",
+        "--out",
+        tmp_path / "shipped",
+        "--texts",
+        8,
+        "--json",
+    )
+    code, printed, err = command(*ship, "--max-length", 32)
+    assert code == 0, err  # what the search has measured is what is written in the end
+    assert json.loads(printed)["num_bytes"] == sizes[result["winner"]]
 
 
 def test_the_page_says_what_became_of_each_shape(cache: Path, tmp_path: Path, command: Command) -> None:

@@ -75,7 +75,10 @@ def test_the_nearest_texts_are_those_of_sentence_transformers(
 
 
 def test_texts_that_are_cut_are_counted(encoder: Path, corpus: Path, command: Command) -> None:
-    for most, says in ((5, "14 of 14 texts cut at 5 tokens"), (6, None)):  # of 4 words, and 2 special tokens
+    for most, says in (
+        (5, "14 of 14 texts are cut at 5 tokens"),
+        (6, None),
+    ):  # of 4 words, and 2 special tokens
         code, _, err = command("search-text", encoder, "ba", "--corpus", corpus, "--max-length", most)
         assert code == 0, err
         assert "cut at" not in err if says is None else says in err
