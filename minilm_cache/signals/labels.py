@@ -15,7 +15,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS
-from minilm_cache.codecs.sampling import LAST_CODE, LogScale, SeededDraws, sample_pps, share_remainder
+from minilm_cache.codecs.sampling import (
+    LAST_CODE,
+    LogScale,
+    SeededDraws,
+    refuse_heavy_rows,
+    sample_pps,
+    share_remainder,
+)
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.tap import Tap
 from minilm_cache.relations.scores import key_mask
@@ -97,6 +104,8 @@ class LabelsCodec:
             )
         if not bool(code.eq(0).any(-1).all()):
             raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
+        scale = LogScale(ratio=self.parameters.labels.weight_ratio)
+        refuse_heavy_rows(code.to(torch.uint8).numpy(), scale)
 
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> MaskedSequences:
         """Decode masked sequences and labels, on the CPU, which alone knows how many there are.

@@ -169,9 +169,13 @@ def test_states_survive_verify_and_open_with_plain_zarr(stored: World) -> None:
         ("labels/read", 120, "outside the vocabulary"),
         ("labels/index", 65000, "outside the vocabulary"),
         ("labels/weight", 255, "invalid weight"),
+        ("labels/weight", 1, "no slot"),
+        ("labels/weight", [0, 1, 1] + [200] * 9, "sum to more than 1"),
     ],
 )
-def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value: float, says: str) -> None:
+def test_rows_that_no_writer_writes_are_refused(
+    stored: World, path: str, value: float | list[int], says: str
+) -> None:
     cache = open_cache(stored.root / "cache")
     codec = cache.signals_codec
     assert codec is not None
@@ -182,7 +186,7 @@ def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value:
     chosen = rows["labels/read"].to(torch.int64) != 2**16 - 2
     at = int(chosen.nonzero()[0]) if path.startswith("labels") else int(shard.starts[0])
     wide = rows[path].to(torch.float64)
-    wide[at] = value
+    wide[at] = torch.tensor(value, dtype=torch.float64)
     rows[path] = wide.to(torch.int32) if path.startswith("labels") else wide.to(rows[path].dtype)
     with pytest.raises(CacheCorruptError, match=says):
         codec.check(rows, lengths)

@@ -218,6 +218,30 @@ def test_values_that_are_never_written_are_an_error(damage: str) -> None:
         codec.check_relation({name: values[0] for name, values in rows.items()}, torch.full((24,), 24))
 
 
+@pytest.mark.parametrize(
+    ("select", "codes", "says"),
+    [
+        ("pps", [0, 1, 1, 200, 200], "sum to more than 1"),
+        ("pps", [0, 20, 25, 25, 200], "sum to more than 1"),
+        ("pps", [1, 200, 200, 200, 200], "no slot"),
+        ("largest", [1, 20, 0, 0, 0], "sum to more than 1"),
+        ("largest", [0, 0, 0, 0, 0], "no weight"),
+    ],
+)
+def test_stored_rows_that_are_no_distributions_are_an_error(
+    select: Literal["pps", "largest"], codes: list[int], says: str
+) -> None:
+    probs = torch.randn(1, 2, 24, 24).softmax(-1)
+    codec = TopKCodec(max_length=24, k=5, select=select, tail="uniform" if select == "largest" else None)
+    rows = codec.encode_relation(probs, KIND, sequences=[0], lengths=torch.tensor([24]))
+    flat = {name: values[0].clone() for name, values in rows.items()}
+    codec.check_relation(flat, torch.full((24,), 24))
+    flat["weight"][7, 1] = torch.tensor(codes)
+
+    with pytest.raises(CacheCorruptError, match=says):
+        codec.check_relation(flat, torch.full((24,), 24))
+
+
 @pytest.mark.parametrize("select", ["pps", "largest"])
 def test_columns_of_long_rows_take_two_bytes(select: Literal["pps", "largest"]) -> None:
     scores = torch.randn(1, 2, 600, 600, generator=torch.Generator().manual_seed(4))
@@ -270,3 +294,7 @@ def test_bytes_in_words_are_those_one_by_one(data: st.DataObject) -> None:
 
     assert byte_sums(rows).tolist() == rows.sum(-1, dtype=np.int64).tolist()
     assert has_zero_byte(rows).tolist() == (rows == 0).any(-1).tolist()
+    scale = LogScale(ratio=PPS_RATIO)
+    codes = rows.clip(max=LAST_CODE)
+    weights = scale.value(torch.from_numpy(codes.astype(np.int64)))
+    np.testing.assert_allclose(scale.sums(codes), weights.sum(-1), rtol=1e-5)
