@@ -96,7 +96,8 @@ def _table(ratio: float, device: torch.device) -> Tensor:
 def _pair_table(ratio: float) -> npt.NDArray[np.float32]:
     """Return the sum of the weights of any two codes, `(65536,)`; the second one is 256 times as much."""
     weights = np.pad(_table(ratio, torch.device("cpu")).numpy(), (0, 1))
-    return np.add.outer(weights, weights).ravel()
+    sums: npt.NDArray[np.float32] = np.add.outer(weights, weights)
+    return sums.ravel()
 
 
 PPS_RATIO = 1.03

@@ -204,20 +204,48 @@ class BatchReader:
                     )
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
-        """Yield the first `max_sequences` held-out sequences, in order."""
+        """Yield the first `max_sequences` held-out sequences, in order.
+
+        Where pairs of a query are compared, a query's pairs are in one batch, however many they are, so that
+        losses do not depend on the size of batches.
+        """
         manifest = self._cache.manifest
         last = min(manifest.num_train + max_sequences, manifest.num_sequences)
-        return self.batches_of(range(manifest.num_train, last), batch_size)
+        held_out = range(manifest.num_train, last)
+        if self._pair is None or not self._wanted.groups:
+            return self.batches_of(held_out, batch_size)
+        return self._batches(self._whole_queries(np.arange(held_out.start, last), self._pair, batch_size))
 
     def batches_of(self, sequences: range, batch_size: int) -> Iterator[StudentBatch]:
         """Yield sequences in order, as the first epoch reads them."""
+        firsts = range(sequences.start, sequences.stop, batch_size)
+        return self._batches(np.arange(n, min(n + batch_size, sequences.stop)) for n in firsts)
+
+    def _batches(self, batches: Iterable[npt.NDArray[np.int64]]) -> Iterator[StudentBatch]:
         segments: dict[int, Segment] = {}
-        for first in range(sequences.start, sequences.stop, batch_size):
-            numbers = np.arange(first, min(first + batch_size, sequences.stop))
-            wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
-            segments = {n: segments.get(n) or self._read(n) for n in wanted}
-            stored = self._gather([(segments, numbers, 0)])
-            yield self._decode(stored)
+        for numbers in batches:
+            segments = self._segments_with(numbers, segments)
+            yield self._decode(self._gather([(segments, numbers, 0)]))
+
+    def _segments_with(
+        self, numbers: npt.NDArray[np.int64], known: Mapping[int, Segment]
+    ) -> dict[int, Segment]:
+        """Return the segments that hold sequences; those that are not known are read."""
+        wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
+        return {n: known.get(n) or self._read(n) for n in wanted}
+
+    def _whole_queries(
+        self, numbers: npt.NDArray[np.int64], pair: PairTemplate, batch_size: int
+    ) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield pairs in batches of whole queries: as many as `batch_size` has room for, but at least one."""
+        queries = _queries(self._segments_with(numbers, {}), numbers, pair)
+        batch: list[npt.NDArray[np.int64]] = []
+        for group in (numbers[queries == query] for query in range(queries.max() + 1)):
+            if batch and sum(map(len, batch)) + len(group) > batch_size:
+                yield np.concatenate(batch)
+                batch = []
+            batch.append(group)
+        yield np.concatenate(batch)
 
     def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
         """Yield each buffer with its segments, while the segments of the buffers after it are read."""
@@ -413,11 +441,7 @@ def _pieces(
     room = batch_size
     for segments, buffer in buffers:
         if batches == "by-query" and pair is not None:
-            tokens = (
-                next(segment for segment in segments.values() if number in segment).rows_of("tokens", number)
-                for number in buffer.sequences.tolist()
-            )
-            buffer = buffer.by_query(query_numbers(tokens, pair).numpy())
+            buffer = buffer.by_query(_queries(segments, buffer.sequences, pair))
         if batches == "by-length":
             # A stream begins at a whole batch, so what was skipped ends one, too.
             head = buffer.skipped % batch_size if buffer.skipped else room % batch_size
@@ -430,6 +454,17 @@ def _pieces(
             if room == 0:
                 yield batch
                 batch, room = [], batch_size
+
+
+def _queries(
+    segments: Mapping[int, Segment], sequences: npt.NDArray[np.int64], pair: PairTemplate
+) -> npt.NDArray[np.int64]:
+    """Return the number of the query of each of some pairs, from 0 on in the order in which they come."""
+    tokens = (
+        next(segment for segment in segments.values() if number in segment).rows_of("tokens", number)
+        for number in sequences.tolist()
+    )
+    return query_numbers(tokens, pair).numpy()
 
 
 def _lengths(segments: Mapping[int, Segment], buffer: Buffer) -> npt.NDArray[np.int64]:

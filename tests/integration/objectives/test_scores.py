@@ -79,6 +79,44 @@ def test_students_with_a_tokenizer_of_their_own_read_pairs_as_they_are_used(
     assert student.held_out_after["score"] == pytest.approx(np.square(scores - of_teacher).mean(), rel=1e-4)
 
 
+def loss_of_query(objective: str, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return a loss of the documents of one query, in plain PyTorch."""
+    if objective == LISTWISE:
+        logs = mine.log_softmax(0), theirs.log_softmax(0)
+        return torch.nn.functional.kl_div(*logs, reduction="sum", log_target=True)
+    if objective == MARGIN_MSE:
+        return ((mine[0] - mine[1:]) - (theirs[0] - theirs[1:])).square().mean()
+    numbers = range(len(mine))
+    better = [(one, two) for one in numbers for two in numbers if theirs[one] > theirs[two]]
+    return torch.stack([torch.nn.functional.softplus(mine[two] - mine[one]) for one, two in better]).mean()
+
+
+@pytest.mark.parametrize("objective", [LISTWISE, MARGIN_MSE, RANKNET])
+def test_held_out_losses_compare_all_documents_of_a_query_whatever_the_size_of_batches(
+    world: World, objective: str
+) -> None:
+    """sentence-transformers scores the held-out pairs, and plain PyTorch compares those of each query."""
+    write_groups(world.corpus, 100, wrong=3)
+    cache = open_cache(world.dump(**GROUPS).path)
+    held_out, texts = cache[cache.manifest.num_train :], texts_of(cache)[cache.manifest.num_train :]
+    theirs = torch.tensor([float(each.states()[LOGITS][0]) for each in held_out])
+    for batch_size in (3, 64):
+        settings = {"objective": objective, "encoder": "cross", "batch_size": batch_size, "steps": 2}
+        run = world.train(f"run-{batch_size}", arch=("1x16",), init="random", **settings)
+        student = CrossEncoder(
+            str(run.student_path("1x16")), device="cpu", max_length=32, activation_fn=torch.nn.Identity()
+        )
+        mine, losses = torch.from_numpy(student.predict(texts)), []
+        for _, group in groupby(range(len(texts)), key=lambda number: texts[number][0]):
+            places = [*group]
+            losses += [loss_of_query(objective, mine[places], theirs[places])] * len(places)
+        (record,) = run.record.students
+        assert len(losses) > 4  # more than one query
+        assert record.held_out_after == {
+            objective: pytest.approx(float(torch.stack(losses).mean()), rel=1e-3)
+        }
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """A cross-encoder with segments, and queries with four documents each."""
