@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from math import sqrt
+from math import isclose, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -406,6 +406,10 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
         ) from error
     if record.identity != trial.identity:
         raise IdentityMismatchError(f"{file} belongs to another trial. Choose another --out.")
+    if not _is_sound(record, trial.kind, trial.track):
+        raise IdentityMismatchError(
+            f"{file} is damaged: its scores are not those of this trial. Remove its folder, and run again."
+        )
     if record.scores:
         asked = trial.track.predicted_sha256()
         has_files = all(file.is_file() for file in trial.predictions(trial.track.unlabelled()))
@@ -414,6 +418,26 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
         if lacks_tests or lacks_model:
             return None
     return record.model_copy(update={"model": trial.model.title})
+
+
+def _is_sound(record: TrialRecord, kind: Kind[Any, Any], track: Track[Any]) -> bool:
+    """Return whether a record has the figures of a trial's sets, which belong together."""
+    if not record.scores:
+        return record.headline is None and not record.num_cut
+    try:
+        dev = {name: record.scores[name] for name in track.dev}
+        headline = kind.headline(dev)
+    except (KeyError, ValueError):  # a set or a metric is missing
+        return False
+    metrics = kind.task.metrics if isinstance(kind.task, TextTask) else ()
+    counts = {name: len(examples) for name, examples in track.dev.items()}
+    return (
+        counts.items() <= record.num_scored.items()
+        and record.scores.keys() == record.num_scored.keys() >= record.num_cut.keys() - {TRAIN}
+        and all(of_set.keys() == {*(metrics or of_set)} for of_set in dev.values())
+        and record.headline is not None
+        and isclose(record.headline, headline)
+    )
 
 
 def _run_trial(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.tasks import TASKS, Generation, GenerationTask, Metric, SpanTask, Task
@@ -366,9 +366,9 @@ class TrialRecord(FrozenSettings):
     Sets without any are left out; trials of earlier releases have none, or those of scored sets alone."""
     train_s: float
     """Seconds of training."""
-    scores: dict[str, dict[str, float]]
+    scores: dict[str, dict[str, FiniteFloat]]
     """Scores by set and metric. Empty if the loss was NaN or infinite in the end."""
-    headline: float | None
+    headline: FiniteFloat | None
     """Score that settings are chosen by, the mean over dev sets. None means that the trial diverged."""
     versions: dict[str, str]
     """Versions of the libraries that trained and scored the model, by library."""

@@ -2,10 +2,10 @@
 
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import altair as alt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.report.plots import (
@@ -23,6 +23,7 @@ from minilm_cache.train.folder import SEARCH_RECORD
 from minilm_cache.wording import counted
 
 _MAX_RECORD_BYTES: Final = 2**22
+_Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Document(BaseModel):
@@ -38,7 +39,7 @@ class Candidate(_Document):
     num_parameters: int
     num_bytes: int
     """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
-    latency_ms: float
+    latency_ms: _Milliseconds
     """Milliseconds of a pass in that form: the median of 21 passes in three turns, each after another one of
     the same model."""
     fits: bool
@@ -64,6 +65,16 @@ class Round(_Document):
     """Held-out loss of each shape, by `Candidate.name`, the best one first. None means that it diverged."""
 
 
+class _Asked(BaseModel):
+    """What is said about a search's settings; all of them are in its record, to be compared."""
+
+    model_config = ConfigDict(frozen=True)
+    max_latency_ms: _Milliseconds | None
+    speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    pass_texts: int
+    runtime: str
+
+
 class SearchRecord(_Document):
     """What a search measured and trained, and the settings that it depends on."""
 
@@ -72,26 +83,45 @@ class SearchRecord(_Document):
     """Fingerprint of the cache."""
     pass_length: int
     """Tokens of each text of a timed pass."""
-    teacher_latency_ms: float
+    teacher_latency_ms: _Milliseconds
     """Milliseconds of a pass of the teacher's shape in torch."""
     candidates: tuple[Candidate, ...]
     """All shapes, the fastest one first."""
     rounds: tuple[Round, ...] = ()
     """Rounds that are over."""
 
+    @model_validator(mode="after")
+    def _belongs_together(self) -> "SearchRecord":
+        names = [each.name for each in self.candidates]
+        tried = {each.name for each in self.candidates if each.is_tried}
+        if not tried or len({*names}) < len(names):
+            raise ValueError("no shape is tried, or one is there twice")
+        if any(not done.losses or done.losses.keys() - tried for done in self.rounds):
+            raise ValueError("a round has other shapes than were tried")
+        return self
+
+    @field_validator("settings")
+    @classmethod
+    def _say_what_was_asked(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        _Asked.model_validate(settings.get("search"))
+        return settings
+
+    @property
+    def _asked(self) -> _Asked:
+        return _Asked.model_validate(self.settings.get("search"))
+
     @property
     def max_latency_ms(self) -> float | None:
         """Most milliseconds that a pass may take. None means that any time is fast enough."""
-        most, speedup = (self.settings["search"].get(name) for name in ("max_latency_ms", "speedup"))
-        if speedup is not None:
-            return self.teacher_latency_ms / float(speedup)
-        return None if most is None else float(most)
+        asked = self._asked
+        return asked.max_latency_ms if asked.speedup is None else self.teacher_latency_ms / asked.speedup
 
     @property
     def timed(self) -> str:
         """What was timed, in words."""
-        texts, runtime = (self.settings["search"][name] for name in ("pass_texts", "runtime"))
-        return f"a pass of {counted(texts, 'text')} of {self.pass_length} tokens in {runtime}"
+        asked = self._asked
+        texts = counted(asked.pass_texts, "text")
+        return f"a pass of {texts} of {self.pass_length} tokens in {asked.runtime}"
 
     def doubts(self, name: str, latency_ms: float) -> list[str]:
         """Return why a winner may not be what was asked for: its time when measured anew, and its losses."""

@@ -296,6 +296,8 @@ def _read(out: Path, space: SearchSpace) -> SearchRecord | None:
         differing = list(differing_values(_given(record.settings), _given(space.settings)))
         what = f"which differs in {', '.join(differing)}" if differing else "of another cache"
         raise IdentityMismatchError(f"{out} holds another search, {what}. Choose another --out.")
+    if {each.name for each in record.candidates} != space.shapes.keys():
+        raise IdentityMismatchError(f"{out} has other shapes than this search. Choose another --out.")
     return record
 
 

@@ -1,6 +1,7 @@
 """Fine-tuning and scoring from the command line, on tasks in their official layouts."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -345,8 +346,25 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
         *SHORT,
     )
     assert command(*asked)[0] == 0
-    next((tmp_path / "out").rglob("trial.json")).write_text("{}")
-    command.fails(*asked, code=1, says=("trial.json is damaged", "Remove its folder"))
+    file = next((tmp_path / "out").rglob("trial.json"))
+    record = json.loads(file.read_text())
+    (score,) = record["scores"].values()
+    changes: list[dict[str, Any]] = [
+        {"num_cut": {"other": 7}},
+        {"scores": {"dev": {"accuracy": 99.0}}},
+        {"scores": {"dev": {"f1": 5.0}}, "headline": 5.0},
+        {"scores": {"dev": {}}},
+        {"scores": {"other": score}},
+        {"scores": {"dev": {"accuracy": math.nan}}},
+        {"scores": {}},
+        {"headline": math.nan},
+        {"headline": None},
+        {"num_scored": {}},
+        {"num_scored": {"dev": 10_000}},
+    ]
+    for changed in ("{}", *(json.dumps({**record, **change}) for change in changes)):
+        file.write_text(changed)
+        command.fails(*asked, code=1, says=("trial.json is damaged", "Remove its folder"))
 
 
 def test_texts_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: Command) -> None:

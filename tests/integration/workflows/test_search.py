@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModel
 
-from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError
-from minilm_cache.report.front import Round, SearchRecord
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.report.front import Round, SearchRecord, read_search
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
@@ -386,6 +386,28 @@ def test_stopped_twice_it_ends_as_undisturbed(cache: Path, tmp_path: Path) -> No
         del record["settings"]["train"][name]
     file.write_text(json.dumps(record))
     assert run("whole").rounds == run("stopped").rounds
+    record = json.loads(file.read_text())
+    first, *others = record["candidates"]
+    asked = record["settings"]["search"]
+    changes: list[dict[str, Any]] = [
+        {"settings": {}},
+        {"settings": {"search": {}}},
+        {"settings": {"search": [1]}},
+        *({"settings": {"search": {**asked, "speedup": value}}} for value in (0, "x", math.inf)),
+        {"settings": {"search": {**asked, "max_latency_ms": "x"}}},
+        {"candidates": []},
+        {"candidates": [first, first, *others]},
+        {"candidates": [{**each, "is_tried": False} for each in record["candidates"]]},
+        {"candidates": [{**first, "latency_ms": 0}, *others]},
+        {"rounds": [{**record["rounds"][0], "losses": {"9x9": 1.0}}]},
+    ]
+    for change in changes:
+        file.write_text(json.dumps({**record, **change}))
+        with pytest.raises(IdentityMismatchError, match="is damaged"):
+            read_search(file.parent)
+    file.write_text(json.dumps({**record, "candidates": [first], "rounds": []}))
+    with pytest.raises(IdentityMismatchError, match="has other shapes than this search"):
+        run("whole")
 
 
 def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> None:
