@@ -91,6 +91,15 @@ class OtherTokenizer(StudentTokens):
         """Id that fills up the sequences that students read."""
         return int(self.tokenizer.pad_token_id)
 
+    @property
+    def left_out(self) -> int | None:
+        """Id of the cache's for words that its tokenizer does not know, which texts are then without.
+
+        None means that it knows all words.
+        """
+        number = self._cached.unk_token_id
+        return None if number is None else int(number)
+
     def check_places(self, *, reads_texts: bool) -> None:
         """Raise InvalidConfigError: the other tokenizer's tokens have other places."""
         del reads_texts

@@ -62,7 +62,7 @@ from minilm_cache.train.setup import (
 from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
-from minilm_cache.train.vocabulary import held_out_coverage
+from minilm_cache.train.vocabulary import held_out_coverage, unread_in_words
 from minilm_cache.wording import Made, Place, counted, number_text
 
 
@@ -195,7 +195,8 @@ def _train(
     )
     refuse_beginning(path, config, beginnings=beginnings, resume=resume)
     session.progress.note(_run_in_words(path, config, objective=objective, steps=steps))
-    for line in (*beginnings.in_words, *larger_than_teacher(config, shapes, cache)):
+    remarks = (*larger_than_teacher(config, shapes, cache), *unread_in_words(tokens, cache))
+    for line in (*beginnings.in_words, *remarks):
         session.progress.note(line)
     ranks.refuse_difference("what students begin with", beginnings.name)
     teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)

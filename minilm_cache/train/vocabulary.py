@@ -1,18 +1,22 @@
 """Which pieces students have of a cache's tokenizer: all, or those of `--vocab`."""
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.models.student_tokens import Vocabulary
+from minilm_cache.models.student_tokens import OtherTokenizer, StudentTokens, Vocabulary
 from minilm_cache.models.vocabulary import Coverage, Pieces, name_of
 from minilm_cache.settings import OF_TEXTS, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.train.card import cached_tokenizer, student_prompts
 from minilm_cache.train.config import TrainConfig
+
+_LOOKED_AT: Final = 1024
+"""Sequences, the last ones of a cache, in which unknown tokens are counted."""
 
 
 def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
@@ -64,6 +68,27 @@ def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:
     """Return what a vocabulary covers of held-out sequences. None means that there are none."""
     held_out = _sequences(cache, vocabulary.pieces, are_held_out=True)
     return vocabulary.pieces.coverage(vocabulary.kept, held_out)
+
+
+def unread_in_words(tokens: StudentTokens | None, cache: Cache) -> list[str]:
+    """Return which share of a cache's last tokens students cannot read, in words; empty if there are none.
+
+    A donor's tokenizer reads texts that are written from token ids, and an unknown token has no text.
+    """
+    if not isinstance(tokens, OtherTokenizer) or tokens.left_out is None:
+        return []
+    num_all = cache.manifest.num_sequences
+    looked_at = range(max(0, num_all - _LOOKED_AT), num_all)
+    ids = np.concatenate(
+        [segment.rows_of("tokens", number) for segment, number in cache.reader.sequences(looked_at)]
+    )
+    share = float(np.mean(ids == tokens.left_out))
+    if not share:
+        return []
+    return [
+        f"{share:.2%} of this cache's tokens are words that its tokenizer does not know. Students of this "
+        "donor learn from texts without these words, and held-out losses are of such texts"
+    ]
 
 
 def _sequences(cache: Cache, pieces: Pieces, *, are_held_out: bool) -> Iterator[npt.NDArray[np.int64]]:

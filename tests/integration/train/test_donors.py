@@ -114,6 +114,20 @@ def test_students_read_texts_by_the_tokenizer_of_their_donor(
     assert "another vocabulary" in (tmp_path / "page.html").read_text()
 
 
+def test_words_that_a_donor_cannot_learn_are_counted(world: World, tmp_path: Path, command: Command) -> None:
+    """Each text has two words that the cache's tokenizer does not know, of six tokens."""
+    donor = save_donor(tmp_path / "donor")
+    said = {}
+    for name, word in (("known", "be"), ("unknown", "\N{SNOWMAN}")):
+        world.corpus.write_text("".join(f"ba {word} be {word}\n" for _ in range(60)))
+        cache = world.dump(name, **{"for": "embedding", "pooling": "mean", "documents": "lines"}).path
+        asked = ("--objective", "embedding", "--arch", "1x32", "--init", "slice", "--init-teacher", donor)
+        code, _, said[name] = command("train", cache, *asked, "--steps", 2, "--out", tmp_path / f"run-{name}")
+        assert code == 0, said[name]
+    assert "33.33% of this cache's tokens are words that its tokenizer does not know" in said["unknown"]
+    assert "does not know" not in said["known"]
+
+
 def test_a_stopped_run_ends_as_one_that_was_not(world: World, tmp_path: Path) -> None:
     world.dump(**{"for": "embedding", "pooling": "mean"})
     world.resumes_the_same("1x32", objective="embedding", init_teacher=str(save_donor(tmp_path / "donor")))
