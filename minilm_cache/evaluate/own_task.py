@@ -56,11 +56,11 @@ def read_own_task(
     task, (track,) = _read_generation(file, config, sources=sources, target=target)
     if config.dev is not None and not config.as_is:
         train, dev = ([each.source for each in part] for part in (track.train, track.dev["dev"]))
-        _note_overlap(file, train, dev, note=note)
+        note_overlap(file, train, dev, note=note)
     return task, [track]
 
 
-def _note_overlap(
+def note_overlap(
     file: Path, train: Sequence[object], dev: Sequence[object], *, note: Callable[[str], None]
 ) -> None:
     """Say how many of the texts that are scored are also trained on, where there are some."""
@@ -113,7 +113,7 @@ def read_labelled(
     else:
         dev = _rows(config.dev, columns, config.label_column)
     if config.dev is not None and not config.as_is:
-        _note_overlap(file, [row.texts for row in train], [row.texts for row in dev], note=note)
+        note_overlap(file, [row.texts for row in train], [row.texts for row in dev], note=note)
     if config.metric is None:
         _refuse_words_among_values(train)
     labels = [row.label for row in train]

@@ -20,7 +20,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import Objective
-from minilm_cache.storage_schema.states import LABELS, POOLED
+from minilm_cache.storage_schema.states import LABELS
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.heldout import (
     MAX_SEQUENCES,
@@ -92,7 +92,9 @@ def live_held_out_kl(
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
     )
-    tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
+    tokens = reader.held_out_batches(
+        batch_size(wanted, manifest, teacher.at_once(_BATCH_SIZE)), MAX_SEQUENCES
+    )
     return held_out_losses(measures, with_live_targets(tokens, teacher, wanted))
 
 
@@ -110,6 +112,9 @@ def _loss_function(student: TappedModel, objective: Objective) -> Callable[[Stud
 def held_out_cosine(cache: Cache, teacher: Teacher, students: Sequence[Path]) -> list[float | None]:
     """Return 1 less the mean cosine of each student's vectors with the teacher's, on held-out sequences.
 
+    The teacher runs again for this. The vectors in a cache are rounded, so that students would seem to be the
+    closer the coarser their cache is.
+
     Args:
         cache: cache with pooled vectors; at most 256 of its held-out sequences are read.
         teacher: teacher that the cache was dumped from.
@@ -124,11 +129,15 @@ def held_out_cosine(cache: Cache, teacher: Teacher, students: Sequence[Path]) ->
     """
     check_is_teacher_of(teacher, cache)
     encoders = [SentenceEncoder.load(folder).to(teacher.device) for folder in students]
-    wanted = WantedTargets(kinds=(), signals=(POOLED,))
-    reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
+    pooled, last = cache.manifest.identity.pooled, teacher.num_layers
+    assert pooled is not None, "the caller looks for it"
+    pooler = teacher.pooler(pooled.mode)
+    reader = BatchReader(
+        cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
+    )
     sums, count = [0.0] * len(encoders), 0
-    for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
-        expected = batch.signals[POOLED].float()
+    for batch in reader.held_out_batches(teacher.at_once(_BATCH_SIZE), MAX_SEQUENCES):
+        expected = pooler(teacher.read(batch.inputs, Tap(hidden=(last,))).hidden[last], batch.inputs.lengths)
         count += len(expected)
         for index, encoder in enumerate(encoders):
             vectors = encoder(batch.inputs.ids, batch.inputs.valid.long(), batch.inputs.segments)
@@ -158,7 +167,7 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
     wanted = WantedTargets(kinds=(), signals=(LABELS,))
     reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
     same, count = [0] * len(models), 0
-    for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
+    for batch in reader.held_out_batches(teacher.at_once(_BATCH_SIZE), MAX_SEQUENCES):
         masked = batch.signals.masked
         assert masked is not None
         inputs = batch.inputs.with_ids(masked.ids)

@@ -176,25 +176,31 @@ _Losses = Mapping[str, tuple[float | None, Mapping[str, float]]]
 def _losses(run: TrainedRun, teacher: Teacher | None) -> _Losses:
     """Return held-out losses to the teacher that students are compared with.
 
-    A student of an assistant has recorded its losses to that one: they are left out, but for the cosine of
-    vectors, which is measured again.
+    A run has recorded losses to what its cache holds. Those to an assistant are left out. The cosine of
+    vectors is measured again where the teacher is given, since each cache has rounded them in its own way.
     """
-    students = run.record.students
-    if run.is_compared_with_own:
-        return {student.arch: (student.loss_after, student.held_out_after or {}) for student in students}
     found: dict[str, tuple[float | None, Mapping[str, float]]]
-    found = {student.arch: (None, {}) for student in students}
+    found = {
+        student.arch: (student.loss_after, student.held_out_after or {})
+        if run.is_compared_with_own
+        else (None, {})
+        for student in run.record.students
+    }
     pooled, spec = run.reference.manifest.identity.pooled, run.record.identity.spec
-    if pooled is None or not spec.needs.pooled or not run.has_teachers_pieces:
+    if pooled is None or not spec.needs.pooled or not run.has_teachers_pieces or run.record.identity.also:
         return found
     if teacher is None or not is_teacher_of(teacher, run.reference):
         return found
     cosines = held_out_cosine(run.reference, teacher, [run.folder(student) for student in run.students])
     identity = run.record.identity
-    is_whole = identity.loss in ((), ("cosine",)) and not (identity.matryoshka or identity.also)
+    is_whole = identity.loss in ((), ("cosine",)) and not identity.matryoshka
     for student, cosine in zip(run.students, cosines, strict=True):
-        if cosine is not None and "cosine" in (student.held_out_after or ()):
-            found[student.arch] = (cosine if is_whole else None, {"cosine": cosine})
+        # Of several objectives at once it is called `embedding/cosine`.
+        names = [name for name in student.held_out_after or () if name.rpartition("/")[2] == "cosine"]
+        if cosine is not None and names:
+            loss, parts = found[student.arch]
+            loss = cosine if is_whole and names == ["cosine"] else loss
+            found[student.arch] = loss, {**parts, names[0]: cosine}
     return found
 
 

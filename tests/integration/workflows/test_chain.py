@@ -205,7 +205,7 @@ def test_students_of_vectors_are_compared_with_the_teacher_by_their_own_loss(
     losses = {(one["way"], one["arch"]): one["held_out_loss"] for one in record["students"]}
     for student in direct:
         own = student["held_out_after"]["cosine"]
-        assert losses["direct", student["arch"]] == pytest.approx(own, rel=1e-3)
+        assert losses["direct", student["arch"]] == pytest.approx(own, abs=1e-3)  # the cache's are rounded
     for arch in ("1x16", "1x32"):
         gain = losses["via assistants", arch] / losses["direct", arch]
         assert record["gains"][f"{arch}:s0"] == pytest.approx(gain)

@@ -279,3 +279,14 @@ def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Co
     own = tmp_path / "own.csv"
     own.write_text("text,label\nba,1\nbe,0\n")
     command.fails(*base, "--task", own, code=2, says="give --dev")
+
+
+def test_scored_texts_that_are_also_learned_from_are_counted(tmp_path: Path, command: Command) -> None:
+    teacher = save_teacher(tmp_path / "teacher", head="sequences")
+    rows = [f"{'ba ' * (n % 7 + 1)}be{' be' * (n // 7)},{n % 2}" for n in range(40)]
+    for name, some in (("train", rows), ("dev", [*rows[:3], "ka ko,1", "ko ka,0"])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *some]) + "\n")
+    words = ("chain", "--task", tmp_path / "train.csv", "--dev", tmp_path / "dev.csv", "--teacher", teacher)
+    code, _, err = command(*words, "--out", tmp_path / "stage", *SHORT, "--steps", 1)
+    assert code == 0, err
+    assert "train.csv: 3 of the 5 texts that are scored are also trained on" in err
