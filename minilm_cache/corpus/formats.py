@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from minilm_cache.errors import CorpusError
 from minilm_cache.store.durable import regular_bytes
+from minilm_cache.store.layout import described_otherwise
 
 Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""
@@ -70,8 +71,7 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
                 "Convert it to one of them."
             )
         return [path]
-    if path.exists() and not path.is_dir():
-        raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
+    _refuse_no_texts(path)
     judgements = path / "qrels" / "train.tsv"
     if pairs and judged_files(judgements):
         if not judgements.is_file():
@@ -95,6 +95,14 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
             "folders are not read."
         )
     return files
+
+
+def _refuse_no_texts(path: Path) -> None:
+    """Raise CorpusError for what is no folder, and for folders of ours, whose tables are no texts."""
+    if not path.is_dir():
+        raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
+    if not (path / "config.json").is_file() and (what := described_otherwise(path)):
+        raise CorpusError(f"corpus {path} is no text.{what}")
 
 
 def _refuse_large_letters(file: Path) -> None:

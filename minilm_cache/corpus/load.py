@@ -176,7 +176,7 @@ _BATCH: Final = 1000
 """Documents that are read at a time."""
 _BATCH_CHARS: Final = 2**24
 """Characters of documents that are held in memory while a text is read."""
-_ARROW_VERSION: Final = "texts 4"
+_ARROW_VERSION: Final = "texts 5"
 """Version of how texts are read: notes and Arrow files of others are not used."""
 _TEXTS: Final = pa.schema([("text", pa.string()), (COPIES_OF, pa.string())])
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."

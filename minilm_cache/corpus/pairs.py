@@ -214,15 +214,23 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known:
         scores = [
             score for name, texts in of_columns for score in _scores(row[name], name, len(texts), where=where)
         ]
+    first = known.queries.setdefault(words_of(query), query)
     for document, score in zip((text for texts in documents.values() for text in texts), scores, strict=True):
         text = joined_pair((query, document), where)
-        if _is_new(text, score, where, known=known):
-            first = known.queries.setdefault(words_of(query), query)
+        as_first = BETWEEN.join((first, document))
+        if _is_new(as_first, score, where, known=known, is_respelled=first.split() != query.split()):
             yield Record(text, first, says_copies=True, score=score)
 
 
-def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool:
+def _is_new(text: str, score: float | None, where: str, *, known: Known, is_respelled: bool = False) -> bool:
     """Return whether a pair was not read before, and note it.
+
+    Args:
+        text: both texts.
+        score: its score. None means that there are none.
+        where: the record, for messages.
+        known: pairs of the records before.
+        is_respelled: whether the record has other capital letters, which a teacher may score otherwise.
 
     Raises:
         CorpusError: it was read with another score.
@@ -232,13 +240,16 @@ def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool
         known.scores[key] = score
         return True
     before = known.scores[key]
-    if score is not None and before is not None and abs(before - score) > _SAME_SCORE * max(1.0, abs(score)):
+    differs = (
+        score is not None and before is not None and abs(before - score) > _SAME_SCORE * max(1.0, abs(score))
+    )
+    if differs and not is_respelled:
         first, second = (part[:40] for part in text.split(BETWEEN))
         raise CorpusError(
             f"corpus: {where} has {first!r} with {second!r} for the second time, with the scores {before:g} "
             f"and {score:g}. Remove one of them."
         )
-    return False
+    return differs
 
 
 def joined_pair(texts: tuple[str, str], where: str) -> str:

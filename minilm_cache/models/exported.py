@@ -78,7 +78,8 @@ class ExportedModel(nn.Module):
         super().__init__()
         self.config = read_config(folder)
         self.runtime = runtime
-        self._run, self._inputs = opened(folder / FILES[runtime], runtime)
+        self._file = folder / FILES[runtime]
+        self._run, self._inputs = opened(self._file, runtime)
         self._answers = is_classifier(self.config)
 
     def forward(
@@ -96,12 +97,24 @@ class ExportedModel(nn.Module):
             attention_mask: 1 at tokens, 0 at padding. None means that nothing is padded.
             token_type_ids: the side of a pair that a token belongs to. None means one side.
             labels: what a classifier should have answered, for its loss; same as for `answered`.
+
+        Raises:
+            TeacherError: the file is that of a model of another kind or width.
+            DeviceError: the runtime cannot run it.
         """
         given = {IDS: input_ids, MASK: attention_mask, SEGMENTS: token_type_ids}
         defaults = {MASK: torch.ones_like, SEGMENTS: torch.zeros_like}
         values = {name: given[name] for name in self._inputs}
         run = {name: defaults[name](input_ids) if value is None else value for name, value in values.items()}
         output = self._run(run)
+        # The numbers of a token or of a text: those of another model's file would be taken for its own.
+        size, dimensions = (self.config.num_labels, 2) if self._answers else (self.config.hidden_size, 3)
+        if output.ndim != dimensions or output.shape[-1] != size:
+            what = "text" if self._answers else "token"
+            raise TeacherError(
+                f"{self._file} gives numbers of shape {tuple(output.shape)}, and the model of its "
+                f"config.json gives {size} for each {what}. Export it again: `minilm-cache export-model`."
+            )
         if self._answers:
             return answered(output, labels)
         return BaseModelOutput(last_hidden_state=output)

@@ -17,6 +17,10 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 MAX_SEQUENCES = 256
 """Most held-out sequences that an evaluation reads."""
 
+COMPARED_TEXTS: Final = 64
+"""Held-out texts of a batch whose vectors are compared with each other, whatever `--batch-size` is: losses of
+vectors by `similarity` depend on how many texts there are."""
+
 HeldOutLosses = dict[str, float]
 """Mean of each part of an objective; the part of a relation is KL(teacher || student), nats."""
 

@@ -20,6 +20,7 @@ from minilm_cache.relations.loss import KERNELS
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import refuse_other_kind
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import PARTIAL, lock_if_free, storage_errors
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.urls import is_url, place_of, without_secrets
@@ -29,7 +30,14 @@ from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_
 from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses, without_lone
+from minilm_cache.train.heldout import (
+    COMPARED_TEXTS,
+    MAX_SEQUENCES,
+    HeldOutLosses,
+    batch_size,
+    held_out_losses,
+    without_lone,
+)
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
@@ -415,7 +423,8 @@ class _Run:
         """Return the held-out losses of students, or None for each where nothing held out has a loss."""
         if not self._can_compare(trainers):
             return [None] * len(trainers)
-        most = self.config.batch_size // self.identity.num_parts
+        of_step = self.config.batch_size // self.identity.num_parts
+        most = COMPARED_TEXTS if POOLED in self.objective.wanted.signals else of_step
         size = without_lone(
             batch_size(self.objective.wanted, self.cache.manifest, most),
             min(self.cache.manifest.num_held_out, MAX_SEQUENCES),

@@ -226,6 +226,7 @@ class SearchSpace:
 
     def _measured(self, names: Sequence[str], session: Session) -> tuple[dict[str, Measured], float]:
         config, form = self.config, FORMS.get(self.config.runtime)
+        answers = self.head == "sequences"  # no other head is exported
         ids = torch.full((config.pass_texts, self.pass_length), 1)
         values = {IDS: ids, MASK: torch.ones_like(ids), SEGMENTS: torch.zeros_like(ids)}
         passes: dict[str, Any] = {}
@@ -237,7 +238,8 @@ class SearchSpace:
                 shape = self.shapes[each]
                 is_timed = shape.arch in passes
                 with torch.device("meta" if is_timed and form is None else "cpu"):
-                    model = build_model(shape.config, "sdpa").eval()
+                    model = build_model(shape.config, "sdpa", self.head if answers else None).eval()
+                    model.config.architectures = [type(model).__name__]  # as a saved model says it
                 num_bytes[each] = self._file_bytes(shape)
                 if not is_timed:
                     check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
@@ -246,7 +248,9 @@ class SearchSpace:
                     _draw_all(model)
                     folder = Path(scratch) / each.replace(":", "-").replace(" ", "")
                     folder.mkdir()
-                    run, wanted = write_form(model, folder, form, inputs=[values] * 2, name=each)
+                    run, wanted = write_form(
+                        model, folder, form, inputs=[values] * 2, name=each, reads_pairs=answers
+                    )
                     if not is_timed:
                         passes[shape.arch] = partial(run, {name: values[name] for name in wanted})
                     file = (folder / FILES[form.runtime]).parent

@@ -16,7 +16,8 @@ from minilm_cache.corpus.records import COPIES_OF, Roles
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from minilm_cache.session import Session
-from tests.support import tiny_tokenizer, write_hub
+from tests.fixtures import Command
+from tests.support import World, tiny_tokenizer, write_hub
 
 TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北", "None", "NA"]
 WITH_TEXT = [text for text in TEXTS if text.strip()]
@@ -46,6 +47,14 @@ def test_every_format_gives_what_was_written(tmp_path: Path, ending: str) -> Non
     assert read(file) == WITH_TEXT
     if ending not in (".txt", ".md"):
         assert read(file, "body") == [text * 2 for text in WITH_TEXT]
+
+
+def test_a_cache_and_a_run_are_no_texts(world: World, command: Command) -> None:
+    cache, run = world.dump().path, world.train("run").path
+    for folder, what in ((cache, "It is a cache"), (run, "It is a run")):
+        says = (f"corpus {folder} is no text", what)
+        words = ("dump", "--teacher", world.teacher, "--corpus", folder, "--out", world.root / "out")
+        command.fails(*words, code=1, says=says)
 
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:

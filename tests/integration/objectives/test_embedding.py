@@ -111,6 +111,18 @@ def test_one_held_out_text_has_no_similarity(world: World, command: Command) -> 
     assert json.loads(out)["students"][0]["held_out_after"]["cosine"] > 0
 
 
+def test_held_out_similarities_do_not_depend_on_the_size_of_batches(world: World) -> None:
+    save_encoder(world.teacher, "mean")
+    write_corpus(world.corpus, 300)
+    assert world.dump(**WORDS_OF_EMBEDDING).manifest.num_held_out >= 6
+    settings: dict[str, Any] = {"objective": "embedding", "loss": ("similarity",), "matryoshka": (8,)}
+    runs = [world.train(f"of-{size}", batch_size=size, steps=1, **settings) for size in (2, 16)]
+    small, large = (run.record.students[0].held_out_before for run in runs)
+    assert small is not None
+    assert small.keys() == {"similarity", "similarity of 8"}
+    assert small == pytest.approx(large)
+
+
 def test_relations_and_vectors_share_a_cache(world: World) -> None:
     save_encoder(world.teacher, "mean")
     world.dump("both", codec="vectors", pooled=True, packing="records")

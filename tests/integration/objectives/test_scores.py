@@ -200,6 +200,22 @@ def test_groups_are_read_in_the_layouts_that_people_have(world: World, tmp_path:
     assert cache.manifest.identity.corpus.groups
 
 
+def test_a_document_of_a_query_counts_once_however_the_query_is_written(world: World) -> None:
+    """In another record with other spaces; only a new document of that one is added."""
+    expected, rows = pairs_of(world), rows_of(world)
+    again = [
+        {
+            "query": f" {row['query'].replace(' ', '  ')}",
+            "right": row["right"],
+            "wrong": [*row["wrong"], "ba ba"],
+        }
+        for row in rows
+    ]
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]))
+    found = texts_of(open_cache(world.dump(**GROUPS).path))
+    assert sorted(found) == sorted([*expected, *((row["query"], "ba ba") for row in rows)])
+
+
 def test_batches_hold_queries_with_their_documents(world: World) -> None:
     cache = open_cache(world.dump(**GROUPS, shard_tokens=512).path)
     config = settings(LISTWISE, batch_size=16, batches="by-query")

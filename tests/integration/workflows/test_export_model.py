@@ -407,9 +407,18 @@ def test_no_file_reads_beyond_its_positions(world: World, tmp_path: Path, comman
 
 
 def test_a_file_that_cannot_be_run_is_one_line(world: World, tmp_path: Path, command: Command) -> None:
-    """A file of fixed sizes, and one that is damaged."""
+    """A file of fixed sizes, one of another model, and one that is damaged."""
     export(command, world.teacher, tmp_path / "out", "--onnx", corpus=world.corpus)
-    file = tmp_path / "out/onnx/model.onnx"
+    file, config = tmp_path / "out/onnx/model.onnx", tmp_path / "out/config.json"
+    own, other = config.read_text(), {"hidden_size": 64, "architectures": ["BertModel"]}
+    for changes, says in (
+        (other, "gives 64 for each token"),
+        ({**other, "architectures": ["BertForSequenceClassification"]}, "gives 2 for each text"),
+    ):
+        config.write_text(json.dumps(json.loads(own) | changes))
+        words = ("speed", tmp_path / "out", "--batch-size", 2, "--length", 8, "--turns", 1, "--device", "cpu")
+        command.fails(*words, code=1, says=(says, "Export it again"))
+    config.write_text(own)
     model = onnx.load(file)
     for each in model.graph.input:
         for size in each.type.tensor_type.shape.dim:

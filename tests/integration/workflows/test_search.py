@@ -24,7 +24,7 @@ from minilm_cache.workflows.config import SearchConfig
 from minilm_cache.workflows.search import search
 from tests.encoders import save_encoder
 from tests.fixtures import Command
-from tests.support import VOCABULARY, World, save_teacher, write_corpus
+from tests.support import VOCABULARY, World, save_teacher, write_corpus, write_groups
 
 SHAPES = ("--layers", "1,2,3", "--widths", "16,32", "--pass-length", 8)
 TRAINED = ("--objective", "embedding", "--steps", 9, "--batch-size", 8, "--device", "cpu")
@@ -289,6 +289,32 @@ def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, c
     code, printed, err = command(*ship, "--max-length", 32)
     assert code == 0, err  # what the search has measured is what is written in the end
     assert json.loads(printed)["num_bytes"] == sizes[result["winner"]]
+
+
+def test_the_bytes_of_a_cross_encoder_are_those_of_its_export(tmp_path: Path, command: Command) -> None:
+    """Its head is a fifth of them."""
+    teacher = save_teacher(tmp_path / "teacher", "distilbert", head="sequences", num_labels=1)
+    world = World(tmp_path, teacher, write_groups(tmp_path / "groups.jsonl"))
+    cache = world.dump(**{"pair_columns": "query,right+wrong", "for": "score"}).path
+    shapes = ("--layers", 1, "--widths", 32, "--feed-forward", 1, "--runtime", "onnx", "--max-bytes", "10M")
+    recipe = ("--objective", "score", "--steps", 2, "--batch-size", 8, "--device", "cpu")
+    code, out, err = command("search", cache, *shapes, *recipe, "--out", tmp_path / "out", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    ship = (
+        "export-model",
+        result["student"],
+        "--onnx",
+        "--out",
+        tmp_path / "shipped",
+        "--texts",
+        8,
+        "--json",
+    )
+    code, printed, err = command(*ship, "--max-length", 32, "--min-cosine", 0)
+    assert code == 0, err
+    (candidate,) = result["candidates"]
+    assert json.loads(printed)["num_bytes"] == candidate["num_bytes"]
 
 
 def test_the_page_says_what_became_of_each_shape(cache: Path, tmp_path: Path, command: Command) -> None:
