@@ -14,6 +14,7 @@ from minilm_cache.cli.interrupt import quiet_session
 from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.models.outline import Outline
+from minilm_cache.objectives.spec import ObjectiveSpec
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.urls import is_url, without_secrets
@@ -79,7 +80,7 @@ def search(
         found = {"winner": result.winner.name, **student, "cautions": result.cautions}
         print_json({**files, **found, **dict(result.record)})
     else:
-        _print(result, config, place)
+        _print(result, config, place, objective=probe.spec)
         print_notes(result.cautions)
     if result.ended_worse:
         print_error(
@@ -89,7 +90,9 @@ def search(
         raise typer.Exit(1)
 
 
-def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> None:
+def _print(
+    result: "SearchResult", config: SearchConfig, place: str | Path, *, objective: ObjectiveSpec
+) -> None:
     record = result.record
     rounds = [f"loss after {each.steps:,} steps" for each in record.rounds]
     print_table(
@@ -114,7 +117,10 @@ def _print(result: "SearchResult", config: SearchConfig, place: str | Path) -> N
         student, exported = quote(str(result.student)), quote(str(result.path / "exported"))
         ship = f"minilm-cache export-model {student} {form} --out {exported}"
         is_counted = config.runtime != "torch" or config.max_bytes is None  # a graph has bytes of its own
-        print_pairs({"next": ship if is_counted else f"minilm-cache speed {student}"})
+        following = ship if is_counted else f"minilm-cache speed {student}"
+        if objective.untrained is not None:  # what an export would give is of no use yet
+            following = f"minilm-cache evaluate {student} --task sst2 --data hf"
+        print_pairs({"next": following})
 
 
 def _row(each: "Candidate", result: "SearchResult") -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from operator import index
 from pathlib import Path
@@ -66,7 +67,8 @@ class Cache(Described):
 
     @cached_property
     def _codes(self) -> dict[str, TransformCode]:
-        return read_codes(self.manifest, self.reader.attachment)
+        with naming(self.reader):
+            return read_codes(self.manifest, self.reader.attachment)
 
     @cached_property
     def codecs(self) -> dict[int, RelationCodec]:
@@ -148,7 +150,8 @@ class Cache(Described):
     def _segment(self, number: int) -> Segment:
         if number not in self._segments:
             segment = self.reader.segment(number)
-            _check_rows(self, segment)
+            with naming(self.reader):
+                _check_rows(self, segment)
             self._segments[number] = segment
             if len(self._segments) > _SEGMENTS_KEPT:
                 self._segments.popitem(last=False)
@@ -241,6 +244,17 @@ class CachedSequence(Described):
         paths = ("tokens", *codec.paths(codec.everything))
         rows = {path: torch.from_numpy(self._rows[codec.stored_path(path, reading)][None]) for path in paths}
         return codec.decode(rows, codec.everything, lengths=torch.tensor([len(self._rows["tokens"])]))
+
+
+@contextmanager
+def naming(reader: CacheReader) -> Iterator[None]:
+    """Name the cache in errors of its content, which several caches may be read for."""
+    try:
+        yield
+    except CacheCorruptError as error:
+        if str(reader.root) in str(error):
+            raise
+        raise CacheCorruptError(f"{reader.root}: {error}") from error
 
 
 def row_checker(reader: CacheReader) -> Callable[[Segment], None]:

@@ -14,8 +14,8 @@ from jaxtyping import Float, Float16
 from rich.filesize import decimal
 from torch import Tensor
 
-from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.cache import Cache, naming, open_cache
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -127,10 +127,8 @@ def stored_vectors(cache: Cache) -> Iterator[Float[Tensor, "sequences width"]]:
         segment, _ = next(cache.reader.sequences(range(first, first + 1), paths))
         rows = {path: torch.from_numpy(segment.rows[path]) for path in paths}
         lengths = torch.from_numpy(segment.lengths)
-        try:
+        with naming(cache.reader):
             codec.check(rows, lengths)
-        except CacheCorruptError as error:
-            raise CacheCorruptError(f"{cache.reader.root}: {error}") from error
         by_sequence = {path: values[:, None] for path, values in rows.items()}
         yield codec.decode(by_sequence, (POOLED,), lengths=lengths).values[POOLED]
         first += len(segment.lengths)

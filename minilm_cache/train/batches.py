@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.cache import Cache, refuse_no_pairs
+from minilm_cache.cache import Cache, naming, refuse_no_pairs
 from minilm_cache.codecs.vectors import VectorsCodec
-from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs, query_numbers
 from minilm_cache.models.student_tokens import StudentTokens
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
@@ -284,14 +283,12 @@ class BatchReader:
         segment = reader.segment(number, list(paths.values()))
         rows = {path: torch.from_numpy(segment.rows[stored]) for path, stored in paths.items()}
         lengths = torch.from_numpy(np.repeat(segment.lengths, segment.lengths))
-        try:
+        with naming(reader):
             refuse_no_pairs(segment, self._cache.manifest.identity.packing.pair)
             for codec in self._codecs:
                 codec.check(rows, lengths)
             if self._signals_codec is not None:
                 self._signals_codec.check(rows, lengths)
-        except CacheCorruptError as error:
-            raise CacheCorruptError(f"{reader.root}: {error}") from error
         return segment
 
     def _gather_step(

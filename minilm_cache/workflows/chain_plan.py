@@ -303,6 +303,11 @@ def _check_init(config: TrainConfig) -> None:
             f"--init {config.init}: the stages of a chain have different teachers, and no folder fits all of "
             f"them. Give {RANDOM} or {', '.join(FROM_TEACHER)}, or dump and train stage by stage."
         )
+    if config.also:
+        raise InvalidConfigError(
+            "--also: a chain's stages have one teacher each, and its students are compared with the first "
+            "one. Leave it out, or dump and train stage by stage."
+        )
     if config.vocab is not None:
         raise InvalidConfigError(
             "--vocab: students of a chain are teachers, too, and need the pieces of the first one. Leave it "

@@ -189,7 +189,9 @@ def read_study(path: str | Path) -> Study:
         passes += planned
     assistants = _assistants(source, document, caches=caches, passes=passes)
     for assistant in assistants:
-        fitting = [each for each in passes if each.cache == assistant.teacher and _is_of_a_chain(each.config)]
+        fitting = [
+            each for each in passes if each.cache == assistant.teacher and not _not_of_a_chain(each.config)
+        ]
         for each in fitting:
             label = f"{assistant.name}{each.label.removeprefix(each.cache)}"
             passes.append(replace(each, cache=assistant.name, label=label))
@@ -233,13 +235,19 @@ def _paths(source: Source, config: TrainConfig, written: Mapping[str, Any]) -> d
     return resolved | {name: written[name] for name in ("also", "own_labels") if name in written}
 
 
-def _is_of_a_chain(config: TrainConfig) -> bool:
-    """Return whether a training's students can be teachers, and learn from an assistant."""
-    is_own = config.init in (None, RANDOM, *FROM_TEACHER) and config.init_teacher is None and not config.also
-    is_served = all(
+def _not_of_a_chain(config: TrainConfig) -> str | None:
+    """Return what students lack that are teachers, or learn from an assistant. None means nothing."""
+    is_own = config.init in (None, RANDOM, *FROM_TEACHER)
+    of_last = all(
         each.spec.needs in NEEDS_OF_CHAINS and each.layer_map == "last" for each in with_first(config)
     )
-    return is_own and is_served and config.teacher_layer is None and config.vocab is None
+    if not of_last or config.teacher_layer is not None:
+        return "an objective about relations or vectors of texts of the last layer"
+    if config.vocab is not None:
+        return "students with all pieces of the teacher (leave vocab out, and trim the last ones)"
+    if not is_own or config.init_teacher is not None:
+        return "students that begin with random weights or those of the teacher they learn from (init)"
+    return "one teacher (leave also out)" if config.also else None
 
 
 def _assistants(
@@ -254,13 +262,11 @@ def _assistants(
     if named is not None:
         source.fail(("caches", named), f"caches of assistants have names with {VIA}; choose another name")
     dumped = [name for name, cache in caches.items() if isinstance(cache, DumpConfig)]
-    fitting = [each for each in passes if each.cache in dumped and _is_of_a_chain(each.config)]
+    lacking = {each.label: _not_of_a_chain(each.config) for each in passes if each.cache in dumped}
+    fitting = [each for each in passes if each.cache in dumped and lacking[each.label] is None]
     if not fitting:
-        source.fail(
-            ("assistants",),
-            "an assistant needs a cache that the study dumps, and an objective about relations or vectors of "
-            "texts of the last layer",
-        )
+        needed = next(filter(None, lacking.values()), "a cache that the study dumps")
+        source.fail(("assistants",), f"an assistant needs {needed}")
     assistants = []
     for name, arch in product(dict.fromkeys(each.cache for each in fitting), document.assistants):
         of_cache = [each for each in fitting if each.cache == name]

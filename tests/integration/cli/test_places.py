@@ -93,7 +93,7 @@ def test_one_machines_part_is_to_be_merged(world: World, command: Command) -> No
     command.fails("train", part, "--arch", "1x32", code=1, says=("is unfinished", "minilm-cache merge"))
 
 
-@pytest.mark.parametrize("stored", ["minilm", "embedding"])
+@pytest.mark.parametrize("stored", ["minilm", "embedding", "mobilebert", "hidden-mse,minilm"])
 def test_commands_end_with_the_next_one(
     world: World, command: Command, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,8 +108,9 @@ def test_commands_end_with_the_next_one(
         assert words[0] == "minilm-cache"
         return words[1:]
 
-    pooling = () if stored == "minilm" else ("--pooling", "mean")
+    pooling = ("--pooling", "mean") if stored == "embedding" else ()
     train = following(*dump_arguments(world, "--for", stored, *pooling, k=None))
+    assert ("--objective" in train) == (stored != "minilm")
     report = following(*train, "--steps", 2, "--lr", "1e-6")
     assert command(*report)[0] == 0
     pull = following("push", world.root / "cache", world.root / "shared")

@@ -267,7 +267,7 @@ def test_steps_of_any_size_are_no_code(world: World, command: Command, name: str
     values = np.full(len((cache / path).read_bytes()) // 4, value, "<f4")
     replace_in_manifest(cache, path, values.tobytes())
     words = ("train", cache, "--arch", "1x16", "--steps", 1, "--out", world.root / "run")
-    command.fails(*words, code=1, says="vectors/2 are no code of finite numbers")
+    command.fails(*words, code=1, says=(str(cache), "vectors/2 are no code of finite numbers"))
     assert command("verify", cache, "--full")[0] == 3
 
 

@@ -459,6 +459,7 @@ def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world:
     ("changes", "says"),
     [
         (("--init", "somewhere"), "no folder fits all of them"),
+        (("--objective", "embedding", "--also", "b.cache"), "a chain's stages have one teacher each"),
         (("--init-layers", "1"), "each stage of a chain takes its students from its own teacher"),
         (("--init-teacher", "mini"), "each stage of a chain takes its students from its own teacher"),
         (("--init", "slice", "--arch", "3x32"), "--arch 3x32: more layers than the teacher's 2"),

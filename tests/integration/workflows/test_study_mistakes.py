@@ -159,7 +159,11 @@ def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Comma
         ({"assistants": " [2x32:h2]"}, "the objective compares head with head. Leave out :h2"),
         (
             {"assistants": " [2x32]", "objective": " [mlm-kd]", "caches": "\n  one: {for: [mlm-kd]}"},
-            "an assistant needs",
+            "an assistant needs an objective about relations or vectors",
+        ),
+        (
+            {"assistants": " [2x32]", "train": " {steps: 6, vocab: '30'}"},
+            "an assistant needs students with all pieces of the teacher (leave vocab out",
         ),
         ({"assistants": " [2x32, 2x32]"}, "2x32 is given twice"),
         ({"assistants": " ['2x32:s1']"}, "give seeds under seed"),
