@@ -77,24 +77,24 @@ def save_student(
             _write_tokenizer(reader, new)
         else:
             tokens.tokenizer.save_pretrained(new)
-        is_of_answers = trainer.learner.objective.needs.head == "sequences"
-        # What opens the folder would read as many tokens as there are positions, trained or not.
-        most = reader.manifest.identity.packing.max_length if is_of_answers else None
+        objective = trainer.learner.objective
+        is_of_texts = objective.needs.head == "sequences" or objective.sentence_pooler is not None
+        # What opens the folder would read as many tokens as there are positions, or as a donor said.
+        most = reader.manifest.identity.packing.max_length if is_of_texts else None
         _as_trained(new / "tokenizer_config.json", most)
         model.save_pretrained(new)
         _save_pooling(new, trainer, reader=reader, run=run)
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
-        if trainer.learner.objective.sentence_pooler is not None:  # vectors of texts have no use for it
+        if objective.sentence_pooler is not None:  # vectors of texts have no use for it
             untrained = [name for name in untrained if name.rpartition(".")[2] != "pooler"]
-        head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(
             student_card(
                 reader.manifest,
                 run.identity,
                 record=record,
                 untrained=untrained,
-                head=head,
+                head=objective.needs.head,
                 similarity=_similarity(trainer),
                 vocabulary=run.vocabulary,
                 prompt_name=_named_prompt(reader),

@@ -21,6 +21,7 @@ from minilm_cache.errors import DeviceError, IdentityMismatchError, InvalidConfi
 from minilm_cache.evaluate.models import Evaluated, find_model
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.classifier import load_pooled_head
+from minilm_cache.models.complete import text_length
 from minilm_cache.models.exported import IDS, MASK, SEGMENTS, Run
 from minilm_cache.models.load import has_sides, load_model, own_head, usable_length
 from minilm_cache.models.pooling import SentencePooler, copy_pooling, load_pooler, refuse_other_scores
@@ -248,7 +249,8 @@ class _Export:
         self.source.config.save_pretrained(folder)
         # The one that judged cuts on the right, at --max-length.
         tokenizer = load_tokenizer(model.folder, has_ends=False)
-        longest = int(min(tokenizer.model_max_length, _LONGEST))
+        own = text_length(model.folder, tokenizer, self.source.config)
+        longest = int(min(max(tokenizer.model_max_length, own), _LONGEST))
         tokenizer.model_max_length = usable_length(self.source, longest)
         tokenizer.save_pretrained(folder)
         copy_pooling(model.folder, folder, self.source.config, most=tokenizer.model_max_length)

@@ -8,7 +8,13 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForTextEncoding,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
@@ -83,17 +89,22 @@ def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
 def test_students_read_texts_by_the_tokenizer_of_their_donor(
     world: World, tmp_path: Path, command: Command, family: str
 ) -> None:
-    """The teacher may be a decoder: its vectors are all that students learn."""
+    """The teacher may be a decoder, whose vectors are all that students learn; the donor reads shorter texts."""
     save_teacher(world.teacher, family)
     pooling = "lasttoken" if family == "llama" else "mean"
     world.dump(**{"for": "embedding", "pooling": pooling, "codec": "none"})
     donor = save_donor(tmp_path / "donor")
+    said = json.loads((donor / "tokenizer_config.json").read_text())
+    (donor / "tokenizer_config.json").write_text(json.dumps({**said, "model_max_length": 12}))
     settings: dict[str, Any] = {"objective": "embedding", "init_teacher": str(donor)}
     result = world.train("run", **settings)
     folder = result.student_path("1x32")
     assert load_tokenizer(folder).get_vocab() == load_tokenizer(donor).get_vocab()
-    vectors: Any = SentenceTransformer(str(folder), device="cpu").encode(["ba be"])
+    encoder = SentenceTransformer(str(folder), device="cpu")
+    vectors: Any = encoder.encode(["ba be"])
     assert vectors.shape == (1, 32)
+    longest = open_cache(world.root / "cache").manifest.identity.packing.max_length
+    assert encoder.max_seq_length == AutoTokenizer.from_pretrained(folder).model_max_length == longest
     assert result.record.identity.vocab is not None
 
     config = validated(TrainConfig, {"arch": ("1x32",), "init": "slice", "device": "cpu", **settings})
