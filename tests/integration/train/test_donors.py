@@ -89,7 +89,7 @@ def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
 def test_students_read_texts_by_the_tokenizer_of_their_donor(
     world: World, tmp_path: Path, command: Command, family: str
 ) -> None:
-    """The teacher may be a decoder, whose vectors are all that students learn; the donor reads shorter texts."""
+    """Vectors are all that students learn, also of a decoder; the donor reads shorter texts."""
     save_teacher(world.teacher, family)
     pooling = "lasttoken" if family == "llama" else "mean"
     world.dump(**{"for": "embedding", "pooling": pooling, "codec": "none"})
