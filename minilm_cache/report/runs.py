@@ -384,6 +384,12 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
             "Caches hold out other texts, or sequences of other lengths: compare KLs and losses within a "
             "cache only."
         )
+    if rounded := _rounded_otherwise(runs):
+        lines.append(
+            f"Caches have rounded what students of {some_of(rounded)} learn more or less closely "
+            "(--max-error, --min-cosine). Losses to what caches hold cannot be compared. Scores can, and "
+            "cosines to a teacher that runs again (--teacher)."
+        )
     worse = [
         f"{arch} of {run.label}"
         for run in runs
@@ -395,6 +401,19 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
             "steps, a lower rate, or more text."
         )
     return lines
+
+
+def _rounded_otherwise(runs: Sequence[TrainedRun]) -> list[str]:
+    """Return the objectives, in words, whose states several caches have rounded in other ways."""
+    bounds: dict[str, set[tuple[float | None, float | None]]] = {}
+    for run in runs:
+        needs, states = run.record.identity.spec.needs, run.cache.manifest.identity.states
+        is_hidden = needs.hidden is not None or needs.masked_hidden is not None
+        if states is not None and (is_hidden or needs.pooled):
+            least = states.pooled.min_cosine if needs.pooled and states.pooled is not None else None
+            most = states.max_error if is_hidden else None
+            bounds.setdefault(run.record.identity.in_words(), set()).add((most, least))
+    return [objective for objective, found in bounds.items() if len(found) > 1]
 
 
 def _short(names: Iterable[str], *digests: re.Pattern[str]) -> dict[str, str]:

@@ -97,6 +97,7 @@ train: {{steps: 2, batch_size: 4, init: random}}
     out = world.root / "study"
     code, printed, err = command("study", world.root / "study.yaml", "--out", out, "--json")
     assert code == 0, err
+    assert any("what students of embedding learn" in line for line in json.loads(printed)["cautions"])
     cache = open_cache(out / "caches" / "coarse")
     rows = [row for row in json.loads(printed)["students"] if row["objective"] == "embedding"]
     assert len(rows) == 2 * 5  # the assistants are one each
