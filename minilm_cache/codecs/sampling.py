@@ -328,7 +328,7 @@ def _slots_so_far(
     return so_far.mul_(slots_per_weight).sub_(first).ceil_()
 
 
-def refuse_heavy_rows(codes: npt.NDArray[np.uint8], scale: LogScale, *, most: float = 1) -> None:
+def refuse_heavy_rows(codes: npt.NDArray[np.uint8], scale: LogScale, *, most: float = 1.0) -> None:
     """Raise CacheCorruptError for a row whose kept weights sum to more than a distribution has.
 
     Args:

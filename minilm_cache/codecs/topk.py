@@ -119,7 +119,7 @@ class TopKCodec(RowsCodec):
                 raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
             if self.select == "largest" and not weight.any(-1).all():
                 raise CacheCorruptError(f"a stored row has no weight. {NOT_OURS}")
-            refuse_heavy_rows(weight, self._scale, most=1 if self.is_unbiased else self._scale.ratio**0.5)
+            refuse_heavy_rows(weight, self._scale, most=1.0 if self.is_unbiased else self._scale.ratio**0.5)
 
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
         """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights."""

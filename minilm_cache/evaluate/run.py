@@ -437,9 +437,11 @@ def _is_sound(record: TrialRecord, kind: Kind[Any, Any], track: Track[Any]) -> b
         return False
     metrics = kind.task.metrics if isinstance(kind.task, TextTask) else ()
     counts = {name: len(examples) for name, examples in track.dev.items()}
+    of_sets = {**record.num_scored, TRAIN: record.num_train}
     return (
         counts.items() <= record.num_scored.items()
-        and record.scores.keys() == record.num_scored.keys() >= record.num_cut.keys() - {TRAIN}
+        and record.scores.keys() == record.num_scored.keys()
+        and all(0 < count <= of_sets.get(name, 0) for name, count in record.num_cut.items())
         and all(of_set.keys() == {*(metrics or of_set)} for of_set in dev.values())
         and record.headline is not None
         and isclose(record.headline, headline)

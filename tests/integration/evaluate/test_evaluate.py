@@ -351,6 +351,7 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
     (score,) = record["scores"].values()
     changes: list[dict[str, Any]] = [
         {"num_cut": {"other": 7}},
+        {"num_cut": {"train": 10**9}},
         {"scores": {"dev": {"accuracy": 99.0}}},
         {"scores": {"dev": {"f1": 5.0}}, "headline": 5.0},
         {"scores": {"dev": {}}},
