@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import read_config
-from minilm_cache.models.locate import ALIASES, MINI, locate_teacher
+from minilm_cache.models.locate import ALIASES, CONFIG, MINI, locate_teacher
 from minilm_cache.store.durable import bounded_bytes, write_file
 
 
@@ -39,17 +39,18 @@ def find_teacher(home: Path, sha256: str, name: str, *, config: PreTrainedConfig
         config: its configuration; the one in the folder must compute the same.
     """
     for folder in (_noted(home, sha256), _named(name)):
-        if folder is None:
-            continue
-        try:
-            if (
-                weights_sha256(folder) == sha256
-                and first_setting_that_differs(read_config(folder), config) is None
-            ):
-                return folder
-        except (MiniLMCacheError, OSError):
-            continue
+        if folder is not None and holds_teacher(folder, sha256, config):
+            return folder
     return None
+
+
+def holds_teacher(folder: Path, sha256: str, config: PreTrainedConfig) -> bool:
+    """Return whether a folder holds a whole model with these weights, which computes as `config` says."""
+    try:
+        is_there = (folder / CONFIG).is_file() and weights_sha256(folder) == sha256
+        return is_there and first_setting_that_differs(read_config(folder), config) is None
+    except (MiniLMCacheError, OSError):
+        return False
 
 
 def _note(home: Path, sha256: str) -> Path:

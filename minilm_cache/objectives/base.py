@@ -241,11 +241,6 @@ def token_mse(
         return (squares * valid).sum() / valid.sum()
 
 
-def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
-    """Return True at tokens that are not padding."""
-    return batch.inputs.valid
-
-
 def same_width(what: str, student: ModelSizes, teacher: ModelSizes) -> None:
     """Raise InvalidConfigError for a student whose hidden states have another width than the teacher's."""
     if student.hidden_size != teacher.hidden_size:

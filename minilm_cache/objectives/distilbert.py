@@ -18,7 +18,6 @@ from minilm_cache.objectives.base import (
     StudentNeeds,
     StudentObjective,
     same_width,
-    valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
@@ -67,7 +66,7 @@ class DistilBertObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `soft_labels` and `masked_lm`, nats, and `cosine`."""
         del method
-        cosine = _cosine(reading.hidden[self.needs.hidden[0]], batch.signals[self._name], valid_tokens(batch))
+        cosine = _cosine(reading.hidden[self.needs.hidden[0]], batch.signals[self._name], batch.inputs.valid)
         return {
             "soft_labels": soft_label_loss(reading, batch, everywhere=self._everywhere),
             "masked_lm": masked_token_loss(reading, batch, everywhere=self._everywhere),

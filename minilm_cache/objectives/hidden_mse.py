@@ -12,7 +12,6 @@ from minilm_cache.objectives.base import (
     StudentObjective,
     mapped_layers,
     token_mse,
-    valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.relations.loss import Method, relation_loss
@@ -46,7 +45,7 @@ class HiddenObjective(StudentObjective):
             method=method,
         )
         projected = self.projection(reading.hidden[self.needs.hidden[0]])
-        error = token_mse(projected, batch.signals[self._name], valid_tokens(batch))
+        error = token_mse(projected, batch.signals[self._name], batch.inputs.valid)
         return {"attention": kl, "hidden_mse": error}
 
 

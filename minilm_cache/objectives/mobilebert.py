@@ -19,7 +19,6 @@ from minilm_cache.objectives.base import (
     StudentObjective,
     same_width,
     token_mse,
-    valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
@@ -62,7 +61,7 @@ class MobileBertObjective(StudentObjective):
 
         Parts are `feature_map_mse` and `attention`, nats, and of form `authors` `mean_mse` and `variance_l1`.
         """
-        valid = valid_tokens(batch)
+        valid = batch.inputs.valid
         pairs = [(reading.hidden[number], batch.signals[_state(number)]) for number in self.needs.hidden]
         layers = [
             feature_maps(student, teacher, valid, is_authors=self._is_authors) for student, teacher in pairs

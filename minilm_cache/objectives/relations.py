@@ -18,7 +18,6 @@ from minilm_cache.objectives.base import (
     mapped_layers,
     pairs_of,
     token_mse,
-    valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.config import relations_of, split_into
@@ -116,7 +115,7 @@ class ValueObjective(StudentObjective):
         """Return the loss; parts are `attention`, nats, and `value_mse`."""
         (student,), (teacher,) = reading.vectors, batch.vectors
         attention = batch.targets[0][RelationKind.ATTENTION]
-        error = token_mse(self.projection(side_by_side(student)), side_by_side(teacher), valid_tokens(batch))
+        error = token_mse(self.projection(side_by_side(student)), side_by_side(teacher), batch.inputs.valid)
         kl = relation_loss(
             student, RelationKind.ATTENTION, targets=attention, lengths=batch.inputs.lengths, method=method
         )

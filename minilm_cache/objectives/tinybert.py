@@ -25,7 +25,6 @@ from minilm_cache.objectives.base import (
     mapped_layers,
     pairs_of,
     token_mse,
-    valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.relations.loss import Method
@@ -77,7 +76,7 @@ class TinyBertObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
         del method
-        valid, teacher = valid_tokens(batch), batch.signals
+        valid, teacher = batch.inputs.valid, batch.signals
         project = self.embedding_projection or self.hidden_projection
         embedding = token_mse(project(reading.hidden[0]), teacher[SignalName(StateFamily.HIDDEN, 0)], valid)
         hidden = [

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, TeacherError
 from minilm_cache.models.files import VOLATILE, first_setting_that_differs, weights_sha256
-from minilm_cache.models.known import find_teacher
+from minilm_cache.models.known import find_teacher, holds_teacher
 from minilm_cache.models.load import load_weights, read_config
 from minilm_cache.models.locate import CONFIG, locate_teacher
 from minilm_cache.models.student import num_weights, teacher_config
@@ -131,24 +131,15 @@ def teacher_weights(
     key = canonical_sha256([digest.sha256, manifest.files[TEACHER_CONFIG].sha256])
     folder, sha256 = home / "teachers" / key, digest.sha256
     config = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)
-    if not _is_unpacked(folder, sha256, config):
+    if not holds_teacher(folder, sha256, config):
         with saving("write the teacher", folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):
-                if not _is_unpacked(folder, sha256, config):
+                if not holds_teacher(folder, sha256, config):
                     _unpack(cache, folder, config)
     return TeacherWeights(
         folder=folder, sha256=sha256, in_words=f"teacher {label}, whose weights the cache keeps in float16"
     )
-
-
-def _is_unpacked(folder: Path, sha256: str, config: PreTrainedConfig) -> bool:
-    """Return whether a folder holds a whole model with these weights, which computes as `config` says."""
-    try:
-        is_there = (folder / CONFIG).is_file() and weights_sha256(folder) == sha256
-        return is_there and first_setting_that_differs(read_config(folder), config) is None
-    except TeacherError:
-        return False
 
 
 def _unpack(cache: Cache, folder: Path, config: PreTrainedConfig) -> None:

@@ -42,7 +42,7 @@ class NormObjective(base.StudentObjective):
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> base.Parts:
         difference = torch.linalg.norm(reading.hidden[2], dim=-1, keepdim=True) - batch.signals[NORMS]
-        return {"norm": difference[base.valid_tokens(batch)].square().mean()}
+        return {"norm": difference[batch.inputs.valid].square().mean()}
 
 
 class ByNorms(base.ObjectiveKind):
