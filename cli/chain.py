@@ -30,6 +30,7 @@ from minilm_cache.cli.options import (
     StoreOption,
     check_engine,
     options,
+    out_option,
 )
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
@@ -93,9 +94,7 @@ def chain(
     *,
     document: DocumentArgument = None,
     preset: PresetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the chain. [default: in the cache home]")
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder of the chain. [default: in the cache home]")] = None,
     cache_store: StoreOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the stages and how far they are.")

@@ -8,7 +8,7 @@ from typing import Final
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.session import Session
-from minilm_cache.settings import cache_home
+from minilm_cache.settings import NO_HOME, cache_home
 from minilm_cache.store.urls import is_url
 
 _RANKS = (
@@ -66,10 +66,7 @@ def _home_to_use() -> Path:
         InvalidConfigError: MINILM_CACHE_HOME is not set.
     """
     if not os.environ.get("MINILM_CACHE_HOME"):
-        raise InvalidConfigError(
-            "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
-            "to a folder that you may write to."
-        )
+        raise InvalidConfigError(NO_HOME)
     return cache_home().absolute()
 
 

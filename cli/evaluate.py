@@ -18,20 +18,17 @@ from minilm_cache.cli.early import (
     refuse_too_long_of,
 )
 from minilm_cache.cli.interrupt import quiet_session
-from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
+from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options, out_option
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.train.folder import refuse_run_as_teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from minilm_cache.evaluate.card import Score, Summary
     from minilm_cache.evaluate.embeddings import EmbeddingScores
     from minilm_cache.evaluate.retrieval import Measured, RetrievalScores
     from minilm_cache.evaluate.run import Evaluation
     from minilm_cache.evaluate.speed import ModelSpeed
-    from minilm_cache.session import Session
 
 
 @options(
@@ -49,8 +46,7 @@ def evaluate(
         typer.Argument(metavar="MODEL...", help="mini, bert-base, hub ids, folders of models or of runs."),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder of trials. [default: evaluations, in the cache home]"),
+        Path | None, out_option("Folder of trials. [default: evaluations, in the cache home]")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -233,10 +229,11 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
     if config.judged is not None:
         refuse_no_own_data(config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
+    from minilm_cache.evaluate.retrieval import compare_retrieval  # noqa: PLC0415 - imports what that does
 
     with quiet_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
-        found = _retrieval(config, models, session) if config.judged is not None else []
+        found = [] if config.judged is None else compare_retrieval(config, models, session=session)
     if json:
         own = {"retrieval": found, "max_length": config.max_length}
         print_json({"models": scores} | (own if found else {}))
@@ -245,14 +242,6 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
         _embeddings_print(scores, config)
     if found:
         _retrieval_print(found, config)
-
-
-def _retrieval(
-    config: EmbeddingsConfig, models: "Sequence[str]", session: "Session"
-) -> "list[RetrievalScores]":
-    from minilm_cache.evaluate.retrieval import compare_retrieval  # noqa: PLC0415 - takes seconds
-
-    return compare_retrieval(config, models, session=session)
 
 
 def in_words(value: "Measured | None") -> str:

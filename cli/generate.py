@@ -8,7 +8,7 @@ import typer
 from minilm_cache.cli.console import print_json, print_pairs, print_text
 from minilm_cache.cli.early import refuse_missing, refuse_no_sources
 from minilm_cache.cli.interrupt import quiet_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.settings import validated
 from minilm_cache.workflows.config import GenerateConfig
 
@@ -25,10 +25,7 @@ def generate(
         list[str] | None, typer.Argument(metavar="TEXT...", help="Texts to generate from.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="JSON lines file to write, which must not exist yet. [default: stdout]"
-        ),
+        Path | None, out_option("JSON lines file to write, which must not exist yet. [default: stdout]")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,7 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.early import refuse_missing, refuse_no_runs
 from minilm_cache.cli.environment import chosen_place, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
 from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, states_in_words, verdict
 from minilm_cache.errors import IdentityMismatchError
@@ -190,7 +190,7 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, chains, studies or searches.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File of the page.")] = Path("report.html"),
+    out: Annotated[Path, out_option("File of the page.")] = Path("report.html"),
     json: JsonOption = False,
 ) -> None:
     """Write one page about runs: curves, sizes, attention maps, layers.

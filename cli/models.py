@@ -23,7 +23,7 @@ from minilm_cache.cli.early import (
 )
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import quiet_session, shown_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.errors import InvalidConfigError
@@ -38,9 +38,7 @@ from minilm_cache.settings import (
     validated,
 )
 
-OutOption = Annotated[
-    Path, typer.Option("--out", "-o", help="Folder of the model, which must not exist yet.")
-]
+OutOption = Annotated[Path, out_option("Folder of the model, which must not exist yet.")]
 
 
 @options(HeadConfig)
@@ -82,7 +80,7 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 def augment(
     given: Given,
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSON lines file, which must not exist yet.")],
+    out: Annotated[Path, out_option("JSON lines file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
     """Write a task's text and augmented copies of it, as TinyBERT needs.

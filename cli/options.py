@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -22,6 +22,7 @@ from minilm_cache.objectives.spec import Repeated
 from minilm_cache.settings import FrozenSettings, decimal_number, flag_of, whole_number
 from minilm_cache.train.config import presets
 
+_Number = TypeVar("_Number", int, float)
 Given = dict[str, Any]
 """Values of settings that were given on the command line, by name of the field."""
 
@@ -45,6 +46,13 @@ GpusOption = Annotated[
 ResumeOption = Annotated[
     bool, typer.Option("--resume/--no-resume", help="Resume unfinished work, or refuse a folder that exists.")
 ]
+
+
+def out_option(text: str) -> Any:  # noqa: ANN401 - what typer's own function returns
+    """Return the option of where something is written, for `Annotated`."""
+    return typer.Option("--out", "-o", help=text)
+
+
 StoreOption = Annotated[
     str | None,
     typer.Option(
@@ -244,30 +252,19 @@ def _parameter(
     )
 
 
-def typed_number(text: str) -> int:
-    """Return the number that a user typed, as `whole_number` reads it.
+def _typed(read: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    """Return a function that reads numbers like another one, and raises typer.BadParameter for ValueError."""
 
-    Raises:
-        typer.BadParameter: the text is no whole number.
-    """
-    try:
-        return whole_number(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    def typed(text: str) -> _Number:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
-
-def typed_decimal(text: str) -> float:
-    """Return the number that a user typed, as `decimal_number` reads it.
-
-    Raises:
-        typer.BadParameter: the text is not a number.
-    """
-    try:
-        return decimal_number(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    return typed
 
 
+typed_number, typed_decimal = _typed(whole_number), _typed(decimal_number)
 _PARSERS: Final[Mapping[type, Callable[[str], float]]] = {int: typed_number, float: typed_decimal}
 
 

@@ -17,7 +17,7 @@ from minilm_cache.cli.early import (
 )
 from minilm_cache.cli.evaluate import in_words
 from minilm_cache.cli.interrupt import quiet_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.evaluate.settings import MineConfig, RerankConfig
 from minilm_cache.settings import validated
 
@@ -33,7 +33,7 @@ def mine(
         str,
         typer.Argument(metavar="MODEL", help="mini, a hub id or a folder: the encoder that finds negatives."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSON lines file, which must not exist yet.")],
+    out: Annotated[Path, out_option("JSON lines file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
     """Mine hard negatives: write queries with relevant documents and near others, for a teacher to score.

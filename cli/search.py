@@ -11,7 +11,7 @@ from minilm_cache.cli.console import print_error, print_json, print_notes, print
 from minilm_cache.cli.early import refuse_missing, refuse_no_extra, refuse_unserved
 from minilm_cache.cli.environment import chosen_cache
 from minilm_cache.cli.interrupt import quiet_session
-from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options
+from minilm_cache.cli.options import CacheOrUrlArgument, Given, JsonOption, options, out_option
 from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.models.outline import Outline
 from minilm_cache.objectives.spec import ObjectiveSpec
@@ -20,7 +20,7 @@ from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import SearchConfig, about_widths, numbers_of, refuse_of_one_shape
+from minilm_cache.workflows.config import SearchConfig, about, numbers_of, refuse_of_one_shape
 
 if TYPE_CHECKING:
     from minilm_cache.report.front import Candidate
@@ -44,9 +44,7 @@ def search(
     train: Given,
     *,
     cache: CacheOrUrlArgument = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the search; the same command goes on with it.")
-    ],
+    out: Annotated[Path, out_option("Folder of the search; the same command goes on with it.")],
     json: JsonOption = False,
 ) -> None:
     """Find the best student within a budget of latency, weights or bytes.
@@ -67,7 +65,7 @@ def search(
     if runtime != "torch":
         refuse_no_extra(runtime, for_what=f"--runtime {config.runtime}")
     if cache is not None:
-        with about_widths():
+        with about("--arch", "--widths: shape", 1):
             refuse_unserved(probe, cache, has_shapes=bool(arch))
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 

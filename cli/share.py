@@ -10,7 +10,7 @@ import typer
 from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_answers_file, refuse_no_export
 from minilm_cache.cli.interrupt import quiet_session, stoppable_session
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import ImportConfig, refuse_no_file
 from minilm_cache.errors import InvalidConfigError
@@ -52,9 +52,7 @@ def push(
 
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder of the cache. [default: in the cache home]")] = None,
     json: JsonOption = False,
 ) -> None:
     """Copy a cache from a store, checked; the same command resumes.
@@ -171,9 +169,7 @@ def import_file(
     vectors: Annotated[
         str, typer.Argument(metavar="FILE", help="Parquet file of texts and vectors, or records of scores.")
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder of the cache. [default: in the cache home]")] = None,
     json: JsonOption = False,
 ) -> None:
     """Make a cache of vectors or scores that another model computed.

@@ -10,7 +10,7 @@ from minilm_cache.cli.console import print_json, print_notes, print_pairs, print
 from minilm_cache.cli.early import refuse_files, refuse_unfit
 from minilm_cache.cli.evaluate import document_of, print_scores
 from minilm_cache.cli.interrupt import quiet_session
-from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
+from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine, out_option
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.wording import counted
 
@@ -25,10 +25,7 @@ def study(
         Path, typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md.")
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Folder of the study. [default: next to the document, named after it]"
-        ),
+        Path | None, out_option("Folder of the study. [default: next to the document, named after it]")
     ] = None,
     *,
     dry_run: Annotated[

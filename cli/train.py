@@ -23,6 +23,7 @@ from minilm_cache.cli.options import (
     PresetOption,
     ResumeOption,
     options,
+    out_option,
 )
 from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
@@ -47,9 +48,7 @@ def train(
     *,
     cache: CacheOrUrlArgument = None,
     preset: PresetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the run. [default: in the cache home]")
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder of the run. [default: in the cache home]")] = None,
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:

@@ -371,6 +371,12 @@ def refuse_url(place: str | Path, option: str = "--out") -> None:
         )
 
 
+NO_HOME: Final = (
+    "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
+    "to a folder that you may write to."
+)
+
+
 def cache_home() -> Path:
     """Return the folder of caches and runs: MINILM_CACHE_HOME, or `~/.cache/minilm-cache` without it.
 
@@ -388,10 +394,7 @@ def cache_home() -> Path:
             raise InvalidConfigError(
                 f"MINILM_CACHE_HOME is {given}: there is no such home folder. Give the whole path."
             ) from error
-        raise InvalidConfigError(
-            "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
-            "to a folder that you may write to."
-        ) from error
+        raise InvalidConfigError(NO_HOME) from error
 
 
 class TokenizeConfig(NamedTeacherSettings, PromptSettings):

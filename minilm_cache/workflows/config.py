@@ -293,12 +293,12 @@ def vocabularies_of(config: SearchConfig) -> list[str | None]:
 
 
 @contextmanager
-def about_widths() -> Iterator[None]:
-    """Name the option of a search in errors of the shapes that it consists of."""
+def about(option: str, own: str, count: int = -1) -> Iterator[None]:
+    """Name a search's own option where errors name one of training, in the first `count` places (-1: all)."""
     try:
         yield
     except InvalidConfigError as error:
-        raise InvalidConfigError(str(error).replace("--arch", "--widths: shape", 1)) from error
+        raise InvalidConfigError(str(error).replace(option, own, count)) from error
 
 
 def refuse_of_one_shape(config: TrainConfig, layers: Sequence[int]) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -39,7 +38,7 @@ from minilm_cache.train.setup import config_of, num_steps, refuse_other_texts, s
 from minilm_cache.train.vocabulary import student_vocabulary
 from minilm_cache.workflows.config import (
     SearchConfig,
-    about_widths,
+    about,
     numbers_of,
     refuse_of_one_shape,
     vocabularies_of,
@@ -139,7 +138,7 @@ class SearchSpace:
         probe = validated(TrainConfig, {**train, "arch": tuple(archs)})
         refuse_of_one_shape(probe, sorted({depth for depth, _ in archs.values()}))
         objective = choose_objective(probe, cache, arch=probe.arch, home=home)
-        with about_widths():
+        with about("--arch", "--widths: shape", 1):
             sizes = {shape.arch: shape for shape in student_shapes(probe, objective)}
         begun = initial_weights(probe, cache, shapes=list(sizes.values()), head=objective.head, home=home)
         if begun.tokens is not None:
@@ -150,7 +149,7 @@ class SearchSpace:
         shapes = {}
         vocabularies = _vocabularies(config, probe, cache)
         for vocab, chosen in vocabularies.items():
-            with _about_vocabularies():
+            with about("--vocab", "--vocabularies"):
                 refuse_other_texts(cache, objective, chosen)
             for arch, size in sizes.items():
                 described = config_of(size, cache, objective=objective, initial=begun.of[arch])
@@ -308,15 +307,6 @@ def _archs(config: SearchConfig, source: PreTrainedConfig, *, heads: int) -> dic
     return archs
 
 
-@contextmanager
-def _about_vocabularies() -> Iterator[None]:
-    """Name the option of a search in errors of one of its vocabularies."""
-    try:
-        yield
-    except InvalidConfigError as error:
-        raise InvalidConfigError(str(error).replace("--vocab", "--vocabularies")) from error
-
-
 def _vocabularies(
     config: SearchConfig, probe: TrainConfig, cache: Cache
 ) -> dict[str | None, Vocabulary | None]:
@@ -330,7 +320,7 @@ def _vocabularies(
     found: dict[str | None, Vocabulary | None] = {}
     known: set[tuple[int, ...] | None] = set()
     for vocab in sorted(vocabularies_of(config), key=lambda name: name is not None):
-        with _about_vocabularies():
+        with about("--vocab", "--vocabularies"):
             chosen = student_vocabulary(probe.model_copy(update={"vocab": vocab}), cache)
         kept = None if chosen is None or len(chosen.kept) == chosen.pieces.size else chosen.kept
         if kept not in known:

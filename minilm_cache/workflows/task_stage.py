@@ -22,11 +22,9 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
-from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
-from minilm_cache.models.outline import Outline
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
@@ -103,13 +101,12 @@ def run_task_stage(
         )
         own = {"own_labels": str(out / (TEXTS if config.mine is None else MINED))}
     training = _training(config, {**train, **own}, len(of_teacher))
-    _refuse_shapes(training.arch, teacher, dump.get("revision"), begun=config.student)
     columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
     served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
     stored = {"for": served} if config.intermediate else {"codec": "none", "logits": True}
     settings = {**dump, **columns, **stored, "packing": "pairs" if is_pair else "records"}
     planned = validated(DumpConfig, settings, RENAMED)
-    _check_training(training, planned)
+    _check_training(training, planned, begun=config.student)
     refuse_file(out)
     _write_texts(config, examples, out, labels=labels, max_length=planned.max_length)
     corpus = _with_more(config, examples, encoder, out=out, session=session, more={**columns, **shared})
@@ -138,23 +135,17 @@ def _with_text(examples: Sequence[TextExample], name: str, session: Session) -> 
     return kept
 
 
-def _refuse_shapes(arch: Sequence[str], teacher: str, revision: str | None, *, begun: str | None) -> None:
-    """Raise InvalidConfigError for shapes that the teacher's heads do not divide, or that a run has not."""
-    heads = Outline.of(teacher, revision).num_heads
-    if heads is None:  # only transformers can tell, when students are made
-        return
-    for shape in arch:
-        parsed = parse_arch(shape, heads, compares_heads=False)
-        if begun is not None:
-            model_folder(Path(begun), parsed.arch, "--student")
+def _check_training(training: TrainConfig, dump: DumpConfig, *, begun: str | None) -> None:
+    """Check the settings of the training, and of the dump before it, before texts are written.
 
-
-def _check_training(training: TrainConfig, dump: DumpConfig) -> None:
-    """Check the settings of the training, and of the dump before it, before texts are written."""
+    Students go on from the run that `begun` names, if it names one.
+    """
     check_parts(training)
     config = read_config(locate_teacher(dump.teacher, dump.revision, without_weights=True).folder)
     check_training(training, dump, depth=config.num_hidden_layers)
     for arch in training.arch:
+        if begun is not None:
+            model_folder(Path(begun), arch, "--student")
         check_student(training, arch, config, heads=config.num_attention_heads)
 
 
