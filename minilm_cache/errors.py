@@ -86,6 +86,7 @@ class MiniLMCacheError(Exception):
 
     kind: ClassVar[ErrorKind]
     exit_code: ClassVar[int] = 1
+    __str__ = Exception.__str__  # the message alone: OSError would add its own format
 
 
 class InvalidConfigError(MiniLMCacheError, ValueError):
@@ -131,10 +132,6 @@ class CacheNotFoundError(MiniLMCacheError, FileNotFoundError):
 
     kind = ErrorKind.CACHE_NOT_FOUND
 
-    def __str__(self) -> str:
-        """Return the message alone: OSError would add its own format."""
-        return str(self.args[0])
-
 
 class CacheIncompleteError(MiniLMCacheError):
     """A cache whose dump has not finished."""
@@ -171,10 +168,6 @@ class StorageError(MiniLMCacheError, OSError):
     """An operation that the file system refused: full, read-only, no permission."""
 
     kind = ErrorKind.STORAGE
-
-    def __str__(self) -> str:
-        """Return the message alone: OSError would add its own format."""
-        return str(self.args[0])
 
 
 class ShardBusyError(StorageError):

@@ -5,6 +5,7 @@ to zarr. So an untrusted cache cannot name any other codec, shape or fill value.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Final
 
 from minilm_cache.storage_schema.arrays import (
@@ -29,12 +30,14 @@ def zarr_documents(
     """Return every `zarr.json` of a cache: path below the root to exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
     for small in all_small_arrays(identity, calibration):
-        documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
+        documents[f"{small.path}/zarr.json"] = _json(
+            _array(small, small.shape, small.shape, codec=_to_bytes(small.dtype), fill_value="NaN")
+        )
     for spec in array_specs(identity, calibration):
         parts = spec.path.split("/")
         for depth in range(1, len(parts)):
             documents["/".join([*parts[:depth], "zarr.json"])] = _json(_group({}))
-        documents[f"{spec.path}/zarr.json"] = _json(_array(spec, num_shards, shard_tokens))
+        documents[f"{spec.path}/zarr.json"] = _json(_large_array(spec, num_shards, shard_tokens))
     return documents
 
 
@@ -42,7 +45,7 @@ def _group(attributes: dict[str, object]) -> dict[str, object]:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
-def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, object]:
+def _large_array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, object]:
     if spec.compressor == "pcodec":
         inner: list[dict[str, object]] = [
             {"name": "transpose", "configuration": {"order": [1, 0]}},
@@ -61,33 +64,30 @@ def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, obj
         "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         "index_location": "end",
     }
+    codec: dict[str, object] = {"name": "sharding_indexed", "configuration": sharding}
+    shape, chunk = ([tokens, *spec.row_shape] for tokens in (num_shards * shard_tokens, shard_tokens))
+    return _array(spec, shape, chunk, codec=codec, fill_value=spec.fill_value)
+
+
+def _array(
+    array: ArraySpec | SmallArray,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    *,
+    codec: dict[str, object],
+    fill_value: int | str,
+) -> dict[str, object]:
     return {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": [num_shards * shard_tokens, *spec.row_shape],
-        "data_type": spec.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard_tokens, *spec.row_shape]}},
+        "shape": list(shape),
+        "data_type": array.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": spec.fill_value,
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "attributes": {"meaning": spec.meaning},
-        "dimension_names": list(spec.dimension_names),
-        "storage_transformers": [],
-    }
-
-
-def _small_array(small: SmallArray) -> dict[str, object]:
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(small.shape),
-        "data_type": small.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(small.shape)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": "NaN",
-        "codecs": [_to_bytes(small.dtype)],
-        "attributes": {"meaning": small.meaning},
-        "dimension_names": list(small.dimension_names),
+        "fill_value": fill_value,
+        "codecs": [codec],
+        "attributes": {"meaning": array.meaning},
+        "dimension_names": list(array.dimension_names),
         "storage_transformers": [],
     }
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+from xxhash import xxh3_128_hexdigest as xxh3  # fast enough for every read, no shield against tampering
 
 from minilm_cache.errors import CacheCorruptError, StorageError, first_line
 from minilm_cache.storage_schema.documents import FileDigest
@@ -60,11 +61,6 @@ def sha256_texts(texts: Iterable[str]) -> str:
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)
     return digest.hexdigest()
-
-
-def xxh3(content: bytes | memoryview) -> str:
-    """Return the XXH3-128 (hex) of bytes: fast enough to check every read, but not safe against tampering."""
-    return xxhash.xxh3_128_hexdigest(content)
 
 
 def xxh3_file(file: BufferedIOBase) -> str:

@@ -359,12 +359,16 @@ def unseal(root: Path, manifest: CacheManifest, ranges: ShardRanges, *, without:
         return manifest
     with storage_errors("write", root):
         _write_records(root, manifest, ranges, without=without)
-    files = {path: digest for path, digest in manifest.files.items() if path not in {INDEX, PREVIEW}}
-    changes = {"complete": False, "measured": None, "files": files}
-    unfinished = manifest.model_copy(update=changes)
+    unfinished = unsealed(manifest)
     with storage_errors("write", root):
         write_file(root / MANIFEST, unfinished.to_json())
     return unfinished
+
+
+def unsealed(manifest: CacheManifest) -> CacheManifest:
+    """Return a manifest as a dump writes it first: not complete, and without what sealing adds."""
+    files = {path: digest for path, digest in manifest.files.items() if path not in {INDEX, PREVIEW}}
+    return manifest.model_copy(update={"complete": False, "measured": None, "files": files})
 
 
 def _write_records(root: Path, manifest: CacheManifest, ranges: ShardRanges, *, without: int | None) -> None:

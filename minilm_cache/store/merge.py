@@ -6,10 +6,10 @@ from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, OUTSIDE, PREVIEW, TEACHER_WEIGHTS
+from minilm_cache.storage_schema.manifest import OUTSIDE, TEACHER_WEIGHTS
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.index import unsealed
 from minilm_cache.store.layout import refuse_inside_cache
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -51,10 +51,8 @@ def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
     owners = _owners(readers)
     # A part that keeps the teacher's weights gives them to the whole; the others may have been without.
     first = max(readers, key=lambda reader: TEACHER_WEIGHTS in reader.manifest.files)
-    files = _begun_with(first)
-    attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
-    changes = {"complete": False, "measured": None, "files": files}
-    manifest = first.manifest.model_copy(update=changes)
+    manifest = unsealed(first.manifest)
+    attachments = {path: first.attachment(path) for path in manifest.files if not path.endswith("zarr.json")}
     writer = CacheWriter(out, manifest, ranges=first.ranges, attachments=attachments)
     if TEACHER_WEIGHTS in attachments.keys() - writer.manifest.files.keys():
         session.progress.note(
@@ -95,7 +93,7 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
             f"{second.root} and {first.root} are of different formats. Dump all parts with one release."
         )
     fitted, others = (
-        {path: digest for path, digest in _begun_with(part).items() if path not in OUTSIDE}
+        {path: digest for path, digest in unsealed(part.manifest).files.items() if path not in OUTSIDE}
         for part in (second, first)
     )
     if fitted != others:
@@ -103,12 +101,6 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
             f"{second.root} and {first.root} were begun separately: their codecs were fitted on each "
             "machine. Copy the folder that one dump has created to the other machines before they dump."
         )
-
-
-def _begun_with(reader: CacheReader) -> dict[str, FileDigest]:
-    """Return the files outside the shards that a dump writes first: all but the preview and the index."""
-    files = reader.manifest.files.items()
-    return {path: digest for path, digest in files if path not in {PREVIEW, INDEX}}
 
 
 def _owners(readers: Sequence[CacheReader]) -> dict[int, CacheReader]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -35,15 +36,8 @@ _BROKEN: Final = ("body error", "invalid list response")
 """What obstore says of an answer that breaks off; it does not repeat such a request by itself."""
 
 
-class _Forks:
-    """Whether this process was forked after a request: obstore's threads are not in it."""
-
-    def __init__(self) -> None:
-        self.has_made_request = False
-        self.is_forked = False
-
-
-_FORKS: Final = _Forks()
+_FORKS: Final = SimpleNamespace(has_made_request=False, is_forked=False)
+"""Whether this process was forked after a request: obstore's threads are not in it."""
 
 
 def _note_fork() -> None:

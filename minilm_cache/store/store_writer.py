@@ -62,8 +62,7 @@ class StoreWriter(CacheWriter):
         target: RemoteFolder,
         ranges: ShardRanges,
         attachments: Mapping[str, bytes],
-        tokens_of: None = None,
-        parts_of: None = None,
+        **others: None,
     ) -> None:
         """Begin the dump, or join the one that has begun.
 
@@ -73,13 +72,12 @@ class StoreWriter(CacheWriter):
             target: folder of the cache in the store.
             ranges: sequences and tokens of each shard.
             attachments: content of files outside the arrays: path below the root to bytes.
-            tokens_of: None, since no files of other caches are linked in a store.
-            parts_of: None for the same reason.
+            others: `tokens_of` and `parts_of`, always None, since a store links no files of other caches.
 
         Raises:
             OtherBeginningError: another process was first.
         """
-        del tokens_of, parts_of
+        del others
         super().__init__(root, manifest, ranges=ranges, attachments=attachments)
         self._target = target
         self._leases = Leases(target.below(CLAIMS))
