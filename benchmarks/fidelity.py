@@ -91,7 +91,7 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
     layer = teacher.model.get_submodule(f"encoder.layer.{teacher.layers[-1]}.attention.self")
     sums = dict.fromkeys(KINDS, 0.0)
     num_rows = num_tokens = 0
-    for number in audit_sequences(cache):
+    for number in audit_sequences(cache.manifest.num_train, len(cache)):
         inputs = Inputs.full(cache[number].input_ids[None])
         (exact,) = teacher.relations(inputs)
         hook = layer.register_forward_pre_hook(rounded)

@@ -43,14 +43,7 @@ from minilm_cache.corpus.tokens import (
     shared_tokens,
 )
 from minilm_cache.engines.ray_cluster import Engine, import_ray
-from minilm_cache.errors import (
-    CacheCorruptError,
-    CorpusError,
-    InterruptedRunError,
-    InvalidConfigError,
-    RankLostError,
-    first_line,
-)
+from minilm_cache.errors import CacheCorruptError, CorpusError, InvalidConfigError, RankLostError, first_line
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.prompts import chosen_prompt, read_prompts
@@ -266,8 +259,7 @@ def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], session: Sessi
                 yield results.next(_POLL_S)
                 left -= 1
             except PoolTimeoutError:
-                if session.should_stop():
-                    raise _interrupted() from None
+                session.stop_if_asked(_INTERRUPTED)
                 if any(process.exitcode is not None for process in own):  # the pool forgets what it worked on
                     raise RankLostError(_ENDED) from None
 
@@ -299,14 +291,11 @@ def _bounds(documents: datasets.Dataset) -> list[int]:
 
 def _write_part(job: _PartJob, session: Session = ALONE) -> int:
     """Write one part, its checksums and its documents' hashes and ends; return the number of documents."""
-    keys: dict[str, list[npt.NDArray[np.uint64]]] = {
-        file: [] for file, column in _KEYS.items() if column in job.documents.column_names
-    }
+    keys: dict[str, list[npt.NDArray[np.uint64]]] = {file: [] for file in _columns(job) if file != ENDS}
     counts = []
     with new_file(job.path.with_suffix(".ids"), durable=False) as ids:
         for first, batch in text_batches(job.documents):
-            if session.should_stop():
-                raise _interrupted()
+            session.stop_if_asked(_INTERRUPTED)
             prompted = [job.prompt + text for text in batch["text"].to_pylist()]
             # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
             tokenised = awaited(
@@ -467,7 +456,3 @@ _SAMPLE: Final = 256
 _INTERRUPTED: Final = (
     "interrupted while the text is tokenised: finished parts are kept. Run the same command again to go on."
 )
-
-
-def _interrupted() -> InterruptedRunError:
-    return InterruptedRunError(_INTERRUPTED)

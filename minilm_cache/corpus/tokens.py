@@ -163,11 +163,8 @@ class Tokens:
     def _checked(self, file: str, dtype: np.dtype[np.generic]) -> npt.NDArray[Any]:
         """Return a number for each document, after comparing the file with its digest."""
         path = self.folder / file
-        num_documents = sum(part.num_documents for part in self.record.parts)
-        if (
-            path.stat().st_size != num_documents * dtype.itemsize
-            or digest_file(path) != self.record.files[file]
-        ):
+        num_bytes = self.record.corpus.num_documents * dtype.itemsize
+        if path.stat().st_size != num_bytes or digest_file(path) != self.record.files[file]:
             raise damaged(path)
         return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
@@ -430,8 +427,7 @@ def _refuse_stop(session: Session) -> None:
 
 def _sizes(record: TokenRecord) -> dict[str, int]:
     """Return the bytes of every file but the description, by name."""
-    num_documents = sum(part.num_documents for part in record.parts)
-    sizes = dict.fromkeys(record.files, 8 * num_documents)
+    sizes = dict.fromkeys(record.files, 8 * record.corpus.num_documents)
     for number, part in enumerate(record.parts):
         num_bytes = part.num_tokens * np.dtype(record.dtype).itemsize
         sizes[f"{part_name(number)}.ids"] = num_bytes

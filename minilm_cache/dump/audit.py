@@ -68,10 +68,10 @@ class _Sums:
         )
 
 
-def audit_sequences(cache: Cache) -> range:
+def audit_sequences(num_train: int, num_sequences: int, most: int = MAX_SEQUENCES) -> range:
     """Return the numbers of the sequences to audit: held-out ones, or the last one where none is held out."""
-    first = min(cache.manifest.num_train, len(cache) - 1)
-    return range(first, min(first + MAX_SEQUENCES, len(cache)))
+    first = min(num_train, num_sequences - 1)
+    return range(first, min(first + most, num_sequences))
 
 
 def audit(

@@ -15,7 +15,7 @@ from minilm_cache.codecs.transform import Bound, TransformCode, fit_state
 from minilm_cache.codecs.vectors import INTERRUPTED, calibrate, split_sample
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, CorpusError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tokenizer import some_token
 from minilm_cache.relations.scores import LayerRelations
@@ -252,8 +252,7 @@ class CodecFitter:
         order = all_numbers[np.argsort(self.sequences.lengths(numbers.start, numbers.stop), kind="stable")]
         starts = range(0, len(order), self.batch_size)
         for first in np.random.default_rng(0).permutation(starts).tolist():
-            if self.session.should_stop():
-                raise InterruptedRunError(INTERRUPTED)
+            self.session.stop_if_asked(INTERRUPTED)
             batch = order[first : first + self.batch_size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
             inputs = Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)

@@ -18,6 +18,7 @@ from minilm_cache.corpus.formats import lines_hint
 from minilm_cache.corpus.sequences import SHARE, Masker, SequenceTable
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
+from minilm_cache.dump.audit import audit_sequences
 from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, TeacherError
 from minilm_cache.models.device import choose_device
@@ -93,7 +94,8 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
     steps = config.epochs * (sequences.num_train // config.batch_size)
     session.progress.start("fit head", steps * config.batch_size, "sequences")
     _train(tapped, reader.epochs(sequences.num_train, config), lr=config.lr, steps=steps, session=session)
-    cross_entropy, accuracy = _measure(tapped, reader, numbers=_checked(sequences), config=config)
+    checked = audit_sequences(sequences.num_train, sequences.num_sequences, _MAX_CHECKED)
+    cross_entropy, accuracy = _measure(tapped, reader, numbers=checked, config=config)
     with saving("write", out), new_folder(out, replaces=False) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -130,12 +132,6 @@ def _load_sequences(
             f"{config.batch_size}. Give more text.{lines_hint(config.corpus, config.documents)}"
         )
     return sequences
-
-
-def _checked(sequences: SequenceTable) -> range:
-    """Return the numbers of held-out sequences, or of the last one where none is held out."""
-    first = sequences.num_train
-    return range(first, min(sequences.num_sequences, first + _MAX_CHECKED)) or range(first - 1, first)
 
 
 def _train(model: TappedModel, batches: Iterator[_Batch], *, lr: float, steps: int, session: Session) -> None:

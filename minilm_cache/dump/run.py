@@ -342,7 +342,7 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, sessi
     """Measure the finished dump from its bytes on disk, then mark it as complete."""
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
-    numbers = audit_sequences(cache)
+    numbers = audit_sequences(cache.manifest.num_train, len(cache))
     shown = range(min(PREVIEW_SEQUENCES, len(cache)))
     writer.fetch(sorted({writer.ranges.shard_of(number) for number in (*shown, *numbers)}))
     identity = writer.manifest.identity
