@@ -20,7 +20,7 @@ from minilm_cache.corpus.formats import (
     refuse_other_content,
 )
 from minilm_cache.deploy.config import ExportModelConfig, no_texts
-from minilm_cache.dump.config import DumpConfig, ImportConfig
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.evaluate.own_data import read_own_data
 from minilm_cache.evaluate.settings import EvaluateConfig, RetrievalData, is_own_task, refuse_no_data
@@ -486,13 +486,6 @@ def _manifest_of(cache: str) -> CacheManifest:
     from minilm_cache.store.reader import read_manifest  # noqa: PLC0415 - pyarrow takes a while
 
     return read_manifest(Path(cache))
-
-
-def refuse_no_answers_file(config: ImportConfig) -> None:
-    """Raise CorpusError if a file of vectors or scores cannot be read, or lacks a column."""
-    from minilm_cache.dump.answers import check_answers  # noqa: PLC0415 - pyarrow takes a while
-
-    check_answers(config)
 
 
 def refuse_no_texts(config: ExportModelConfig, model: str) -> None:

@@ -77,12 +77,10 @@ def _has_home() -> bool:
         return False
 
 
-def chosen_cache(cache: Path | None, session: Session) -> Path:
-    """Return the given cache. None means the newest complete one, which is then shown."""
+def chosen_cache(session: Session) -> Path:
+    """Return the newest complete cache, and show which it is."""
     from minilm_cache.store.catalogue import newest_cache  # noqa: PLC0415 - importing it takes seconds
 
-    if cache is not None:
-        return cache
     newest = newest_cache(cache_home())
     session.progress.note(f"no CACHE given: using the newest complete one, {newest}")
     return newest
@@ -90,9 +88,9 @@ def chosen_cache(cache: Path | None, session: Session) -> Path:
 
 def chosen_place(cache: str | None, session: Session) -> Path | str:
     """Return the given cache, or its URL. None means the newest complete one here, which is then shown."""
-    if cache is not None and is_url(cache):
-        return cache
-    return chosen_cache(None if cache is None else Path(cache), session)
+    if cache is None:
+        return chosen_cache(session)
+    return cache if is_url(cache) else Path(cache)
 
 
 def is_first_process() -> bool:

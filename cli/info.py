@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,9 +20,6 @@ from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home, validated
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
 from minilm_cache.wording import counted
-
-if TYPE_CHECKING:
-    from minilm_cache.report.similarity import LayerSimilarity
 
 
 def info(
@@ -215,7 +212,10 @@ def report(
                 "report": page.path,
                 "num_bytes": page.num_bytes,
                 "students": result.students.to_pylist(),
-                "similarity": [_as_json(layers) for layers in page.similarity],
+                "similarity": [
+                    asdict(each) | {"cka": each.cka.tolist(), "svcca": each.svcca.tolist()}
+                    for each in page.similarity
+                ],
                 "agreement": [asdict(relation) for relation in page.agreement],
                 "cautions": result.cautions,
             }
@@ -225,12 +225,3 @@ def report(
     print_summary(summary_table(result.students))
     for line in result.cautions:
         print_pairs({"note": line})
-
-
-def _as_json(layers: "LayerSimilarity") -> dict[str, Any]:
-    return {
-        "student": layers.student,
-        "num_tokens": layers.num_tokens,
-        "cka": layers.cka.tolist(),
-        "svcca": layers.svcca.tolist(),
-    }

@@ -70,7 +70,7 @@ def search(
     from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
 
     with quiet_session() as session:
-        place = cache or chosen_cache(None, session)
+        place = cache or chosen_cache(session)
         result = run_search(config, train, place, out=out, session=session)
     if json:
         student = {"student": result.student, "latency_ms": result.latency_ms}

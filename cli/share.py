@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs
-from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_answers_file, refuse_no_export
+from minilm_cache.cli.early import refuse_files, refuse_missing, refuse_no_export
 from minilm_cache.cli.interrupt import quiet_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options, out_option
 from minilm_cache.cli.tables import fidelity_table
@@ -181,7 +181,9 @@ def import_file(
     refuse_no_file(config)
     refuse_files(out=out)
     refuse_missing(models=[config.tokenizer])
-    refuse_no_answers_file(config)
+    from minilm_cache.dump.answers import check_answers  # noqa: PLC0415 - pyarrow takes a while
+
+    check_answers(config)
     from minilm_cache.dump.imported import import_answers  # noqa: PLC0415 - importing it takes seconds
 
     with quiet_session() as session:

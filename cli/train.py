@@ -71,7 +71,7 @@ def train(
     with quiet_session() as session:
         if preset is not None and is_first_process():
             session.progress.note(describe_preset(preset, config))
-        place = cache or chosen_cache(None, session)
+        place = cache or chosen_cache(session)
         result = train_students(config, place, out=out, resume=resume, session=session)
     if not result.is_first:  # only one process of torchrun prints the results
         return
