@@ -122,7 +122,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
         model=model.to(device).eval(),
         tokenizer=tokenizer,
         config=config,
-        vocabulary=_frequent_words(map(_apart, corpus.texts()), tokenizer),
+        vocabulary=_frequent_words((text.replace(BETWEEN, " ") for text in corpus.texts()), tokenizer),
     )
     names, num_lines = ("text",) if config.pair_columns is None else ("first", "second"), 0
     session.progress.start("augment", corpus.identity.num_documents, "documents")
@@ -287,11 +287,6 @@ class _WordReplacer:
         table = self.model.model.get_input_embeddings()
         assert isinstance(table, nn.Embedding)
         return table.weight.detach()[torch.tensor(pieces)].mean(0).cpu()
-
-
-def _apart(text: str) -> str:
-    """Return the texts of a pair with a space between them; a single text stays."""
-    return text.replace(BETWEEN, " ")
 
 
 def _may_be_replaced(word: str) -> bool:

@@ -97,6 +97,12 @@ class Track(Generic[E]):
                 yield from map(repr, examples)
 
 
+def track_of(name: str, train: Sequence[E], sets: Mapping[str, Sequence[E]]) -> Track[E]:
+    """Return a track of sets that are called `dev` or `test`, or by these words and a language."""
+    dev, test = ({key: sets[key] for key in sets if key.startswith(kind)} for kind in ("dev", "test"))
+    return Track(name=name, train=train, dev=dev, test=test)
+
+
 def is_labelled(examples: Sequence[object]) -> bool:
     """Return whether the labels of a set are published; those of spans and of generated texts all are."""
     first = examples[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
+from minilm_cache.evaluate.examples import TextExample, Track, is_labelled, track_of
 from minilm_cache.evaluate.files import Columns, Source, load_hub, read_lines, read_table, read_text
 from minilm_cache.evaluate.tasks import SetFile, TextTask, file_of, find_file, task_folder
 
@@ -203,7 +203,7 @@ def _tracks_by_language(
             raise CorpusError(
                 f"{task.title} across languages trains on English, whose training set is not there. Add it."
             )
-        return [_track("", trains[_ENGLISH], scored)]
+        return [track_of("", trains[_ENGLISH], scored)]
     by_language = {
         language: {name: examples for name, examples in scored.items() if name.endswith(f"-{language}")}
         for language in trains
@@ -216,11 +216,4 @@ def _tracks_by_language(
             f"{task.title} has a training set of {lacking!r}, but no dev set of it. "
             "Add that, or remove the training set."
         )
-    return [_track(language, trains[language], sets) for language, sets in by_language.items()]
-
-
-def _track(name: str, train: list[TextExample], scored: Sets) -> Track[TextExample]:
-    def of_kind(prefix: str) -> Sets:
-        return {name: examples for name, examples in scored.items() if name.startswith(prefix)}
-
-    return Track(name=name, train=train, dev=of_kind("dev-"), test=of_kind("test-"))
+    return [track_of(language, trains[language], sets) for language, sets in by_language.items()]

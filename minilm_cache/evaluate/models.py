@@ -254,12 +254,7 @@ def find_models(
     for model in models:  # a run, and a study that has it, name the same students
         once.setdefault(model.folder.resolve(), model)
     models = _told_apart(list(once.values()))
-    shapes = (
-        [Evaluated(name=model.name, folder=model.folder, untrained=True) for model in models]
-        if untrained
-        else []
-    )
-    return models + shapes
+    return models + [replace(model, untrained=True) for model in models if untrained]
 
 
 def find_model(name: str, revision: str | None, *, note: Callable[[str], None]) -> Evaluated:

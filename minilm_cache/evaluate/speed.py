@@ -107,7 +107,8 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, note=session.progress.note)
     longest = max(config.length)
-    tokens = [_token(model, longest) for model in models]
+    # Each model is asked for its tokenizer first, which checks that it has enough positions.
+    tokens = [some_token(model.tokenizer(longest, "--length", has_ends=False)) for model in models]
     loaded = [model.encoder().eval() for model in models]
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     generators = _generators(models, config, device, dtype=dtype)
@@ -133,11 +134,6 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
         )
         for model in models
     ]
-
-
-def _token(model: Evaluated, longest: int) -> int:
-    """Return a token that the model knows, after checking that it has enough positions."""
-    return some_token(model.tokenizer(longest, "--length", has_ends=False))
 
 
 def _export_all(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minilm_cache.errors import CorpusError, first_line
-from minilm_cache.evaluate.examples import SpanExample, Track
+from minilm_cache.evaluate.examples import SpanExample, Track, track_of
 from minilm_cache.evaluate.files import Source, load_hub, read_json, read_lines, read_text
 from minilm_cache.evaluate.tasks import SpanTask, named_file, task_folder
 
@@ -121,9 +121,7 @@ def _from_hub(task: SpanTask, hub: str | None) -> Track[SpanExample]:
         for language in LANGUAGES
         for name, split in (("dev", "validation"), ("test", "test"))
     }
-    dev_sets = {name: examples for name, examples in sets.items() if name.startswith("dev")}
-    test_sets = {name: examples for name, examples in sets.items() if name.startswith("test")}
-    return Track(name="", train=train, dev=dev_sets, test=test_sets)
+    return track_of("", train, sets)
 
 
 def _hub_answers(row: dict[str, Any]) -> list[dict[str, Any]]:

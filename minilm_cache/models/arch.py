@@ -50,9 +50,7 @@ def parse_arch(
     Raises:
         InvalidConfigError: `arch` is not a shape, or its heads do not fit.
     """
-    match = _PATTERN.fullmatch(arch)
-    if match is None:
-        raise _bad_shape(arch)
+    match = _matched(arch)
     layers, hidden = int(match[1]), int(match[2])
     pairs = _OPTION.findall(match[3])
     options = {name: int(number) for name, number in pairs}
@@ -86,10 +84,7 @@ def num_layers_of(arch: str) -> int:
     Raises:
         InvalidConfigError: `arch` is not a shape.
     """
-    match = _PATTERN.fullmatch(arch)
-    if match is None:
-        raise _bad_shape(arch)
-    return int(match[1])
+    return int(_matched(arch)[1])
 
 
 def refuse_same_shapes(archs: Sequence[str], seed: int) -> None:
@@ -114,10 +109,13 @@ def refuse_same_shapes(archs: Sequence[str], seed: int) -> None:
         known[key] = arch
 
 
-def _bad_shape(arch: str) -> InvalidConfigError:
-    return InvalidConfigError(
-        f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], such as 3x384 or 4x312:ff1200."
-    )
+def _matched(arch: str) -> re.Match[str]:
+    match = _PATTERN.fullmatch(arch)
+    if match is None:
+        raise InvalidConfigError(
+            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], such as 3x384 or 4x312:ff1200."
+        )
+    return match
 
 
 def _check_shape(shape: StudentShape) -> None:

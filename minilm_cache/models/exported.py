@@ -4,12 +4,13 @@ The file has the place that sentence-transformers gives it, so that `SentenceTra
 backend="onnx")` opens the folder, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -200,13 +201,7 @@ def onnx_session(file: Path, provider: str = CPU_PROVIDER) -> tuple[Run, tuple[s
         raise DeviceError(
             f"onnxruntime cannot read {file}: {first_line(error)}. Export the model again."
         ) from error
-
-    def run(values: Mapping[str, Tensor]) -> Tensor:
-        arrays = {name: value.cpu().numpy() for name, value in values.items()}
-        with _running(file):
-            return torch.from_numpy(np.asarray(session.run(None, arrays)[0]))
-
-    return run, tuple(each.name for each in session.get_inputs())
+    return _runner(file, partial(session.run, None)), tuple(each.name for each in session.get_inputs())
 
 
 def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
@@ -225,24 +220,23 @@ def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
         raise DeviceError(
             f"openvino cannot read {file}: {last_line(error)}. Export the model again."
         ) from error
+    return _runner(file, model), tuple(each.get_any_name() for each in model.inputs)
+
+
+def _runner(file: Path, compute: Callable[[Mapping[str, npt.NDArray[np.generic]]], Any]) -> Run:
+    """Return a function that runs a file, and turns errors of its runtime into a DeviceError."""
 
     def run(values: Mapping[str, Tensor]) -> Tensor:
         arrays = {name: value.cpu().numpy() for name, value in values.items()}
-        with _running(file):
-            return torch.from_numpy(np.asarray(model(arrays)[0]))
+        try:
+            return torch.from_numpy(np.asarray(compute(arrays)[0]))
+        except Exception as error:
+            raise DeviceError(
+                f"{file} cannot be run: {last_line(error)}. Export the model again: `minilm-cache "
+                "export-model`."
+            ) from error
 
-    return run, tuple(each.get_any_name() for each in model.inputs)
-
-
-@contextmanager
-def _running(file: Path) -> Iterator[None]:
-    """Turn errors of a runtime into a DeviceError."""
-    try:
-        yield
-    except Exception as error:
-        raise DeviceError(
-            f"{file} cannot be run: {last_line(error)}. Export the model again: `minilm-cache export-model`."
-        ) from error
+    return run
 
 
 def last_line(error: BaseException) -> str:

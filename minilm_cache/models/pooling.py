@@ -325,9 +325,8 @@ def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> Sen
 
 
 def _refuse_foreign_code(listed: Sequence[Any], file: Path) -> None:
-    foreign = next(
-        (kind for kind in map(_type_of, listed) if not kind.startswith("sentence_transformers.")), None
-    )
+    kinds = (str(each["type"]) for each in listed)
+    foreign = next((kind for kind in kinds if not kind.startswith("sentence_transformers.")), None)
     if foreign is not None:
         raise TeacherError(
             f"{file} names {foreign}, which is code of its own, and none from a model's folder is run. Take "
@@ -427,10 +426,6 @@ def _read_mode(file: Path) -> PoolingMode:
         f"{file} pools by {words}, and only one of {', '.join(POOLING_MODES)} can be computed here. Take "
         "another teacher."
     )
-
-
-def _type_of(module: Mapping[str, object]) -> str:
-    return str(module["type"])
 
 
 def _has_usual_names(config: Mapping[str, object]) -> bool:

@@ -192,9 +192,9 @@ class ObjectiveKind(ABC):
     """One kind of objective: what it needs of a cache, and how it is built for a student."""
 
     @staticmethod
-    def named(place: str) -> "ObjectiveKind":
-        """Return the kind at `package.module:Class`."""
-        kind = resolve_name(place)()
+    def of(config: ObjectiveConfig) -> "ObjectiveKind":
+        """Return the kind that settings name."""
+        kind = resolve_name(config.spec.kind)()
         assert isinstance(kind, ObjectiveKind)
         return kind
 
@@ -227,7 +227,7 @@ def check_shape(config: ObjectiveConfig, student: ModelSizes, teacher: ModelSize
         teacher: sizes of the teacher, which need not have been dumped.
     """
     for each in config.each:
-        ObjectiveKind.named(each.spec.kind).check_shape(each, student, teacher)
+        ObjectiveKind.of(each).check_shape(each, student, teacher)
 
 
 def token_mse(

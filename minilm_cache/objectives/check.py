@@ -59,7 +59,7 @@ class Objective:
         """
         student = StudentFacts.of(model.model.config, model.num_layers)
         check_shape(self.request.config, student, self.request.teacher)
-        return ObjectiveKind.named(self.request.config.spec.kind).build(self.request, self.wanted, student)
+        return ObjectiveKind.of(self.request.config).build(self.request, self.wanted, student)
 
 
 def choose_objective(
@@ -127,7 +127,7 @@ def live_objective(
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others, labels=labels)
-    return Objective(request=request, wanted=ObjectiveKind.named(config.spec.kind).wanted(request))
+    return Objective(request=request, wanted=ObjectiveKind.of(config).wanted(request))
 
 
 def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:

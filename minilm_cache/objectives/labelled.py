@@ -1,5 +1,6 @@
 """Labels of a task of one's own: records of a cache's text with their classes, learned with the answers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,17 +152,10 @@ def _numbers_of_classes(cache: Cache) -> Mapping[str, int]:
     if count == 1:
         return {}
     named = class_names(cache.reader.attachment(TEACHER_CONFIG), cache.manifest)
-    numbers = {} if any(map(_is_number, named.values())) else {str(each): each for each in range(count)}
+    # Where a class is called by a number, like +1, labels mean names alone.
+    is_named = all(math.isnan(plain_number(name)) for name in named.values())
+    numbers = {str(each): each for each in range(count)} if is_named else {}
     return {name.strip(): number for number, name in named.items()} | numbers
-
-
-def _is_number(name: str) -> bool:
-    """Return whether a class is called by a number, like +1, so that a label may mean its name alone."""
-    try:
-        float(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _number(label: Any, classes: Mapping[str, int], where: str) -> float:  # noqa: ANN401 - any value of a file

@@ -22,7 +22,7 @@ from minilm_cache.objectives.base import (
     StudentObjective,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.spec import OBJECTIVES, OF_LABELS, OF_MASKS, parts_of, why_not_at_once
+from minilm_cache.objectives.spec import OF_LABELS, OF_MASKS, parts_of, why_not_at_once
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS
 
@@ -176,20 +176,16 @@ class TogetherKind(ObjectiveKind):
             name = each.config.objective
             places = tuple(wanted.layers.index(layer) for layer in own.layers)
             parts.append(_Part(name, weights[name], places, own.vectors))
-            objectives.append(_kind(each).build(each, own, student))
+            objectives.append(ObjectiveKind.of(each.config).build(each, own, student))
         return Together(parts, objectives)
 
     @staticmethod
     def _each_wanted(request: ObjectiveRequest) -> list[WantedTargets]:
-        return [_kind(each).wanted(each) for each in _requests(request)]
+        return [ObjectiveKind.of(each.config).wanted(each) for each in _requests(request)]
 
 
 def _requests(request: ObjectiveRequest) -> list[ObjectiveRequest]:
     return [replace(request, config=config) for config in request.config.each]
-
-
-def _kind(request: ObjectiveRequest) -> ObjectiveKind:
-    return ObjectiveKind.named(OBJECTIVES[request.config.objective].kind)
 
 
 def _named(parts: Mapping[str, _Value], name: str) -> dict[str, _Value]:

@@ -233,7 +233,8 @@ def relation_agreement(
     agreements: list[RelationAgreement] = []
     for student in students:
         model = load_student(student.folder, teacher.device)
-        if student.relation_heads is None and _num_heads(model) != cache.manifest.identity.relation_heads:
+        heads = model.model.config.num_attention_heads
+        if student.relation_heads is None and heads != cache.manifest.identity.relation_heads:
             continue
         layer = cache.manifest.identity.last_layer if student.layer is None else student.layer
         pair = cache.manifest.identity.packing.pair
@@ -244,10 +245,6 @@ def relation_agreement(
 def _kinds(relation_heads: int | None) -> tuple[RelationKind, ...]:
     """Return the relations that are compared, given the number of heads that vectors are split into."""
     return KINDS if relation_heads is None else _SPLIT_KINDS
-
-
-def _num_heads(student: TappedModel) -> int:
-    return int(student.model.config.num_attention_heads)
 
 
 def _agreement(

@@ -348,7 +348,7 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
 def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
     """Return a student's shape and its seed."""
     return {
-        "arch": _without_seed(student.arch),
+        "arch": _SEED.sub("", student.arch),
         "init": student.init or run.record.identity.init,
         "seed": seed_of(run, student),
     }
@@ -403,11 +403,6 @@ def held_out_of(row: Mapping[str, Any]) -> dict[RelationKind, float] | None:
     """Return the KL of each relation, in nats, from a row of `students_table`; None where it has no KL."""
     kls = {kind: row[column] for kind, column in KL_COLUMNS.items() if row[column] is not None}
     return kls or None
-
-
-def _without_seed(arch: str) -> str:
-    """Return a shape without its seed."""
-    return _SEED.sub("", arch)
 
 
 def summary_table(students: pa.Table) -> pa.Table:

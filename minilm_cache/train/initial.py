@@ -231,17 +231,13 @@ class Beginnings:
         kinds = {name.rsplit("-", 1)[0] for name in names if name != RANDOM}
         return f"{'-'.join(sorted(kinds))}-{canonical_sha256(names)}"
 
-    def refuse_random(self, option: str) -> None:
-        """Raise InvalidConfigError if a student of a new run begins with random weights.
-
-        Args:
-            option: option that goes with weights of a teacher or of another model only.
-        """
+    def refuse_random(self) -> None:
+        """Raise InvalidConfigError if a student of a new run begins with random weights to freeze."""
         for arch, weights in self.of.items():
             if self.of_record is None and weights.kind == RANDOM:
                 raise InvalidConfigError(
-                    f"{option}: {arch} begins with {weights.in_words}. Leave it out, or choose another "
-                    "--init."
+                    f"--frozen embeddings: {arch} begins with {weights.in_words}. Leave it out, or choose "
+                    "another --init."
                 )
 
     @property

@@ -154,17 +154,13 @@ class Ranks:
         if self.size > 1:
             PartialState().wait_for_everyone()
 
-    def refuse_difference(self, what: str, value: str) -> None:
-        """Raise InvalidConfigError if processes have different values of something.
-
-        Args:
-            what: the thing, for the message.
-            value: its value in this process.
-        """
-        if self.size > 1 and len(set(gather_object([value]))) > 1:
+    def refuse_difference(self, beginning: str) -> None:
+        """Raise InvalidConfigError if students begin with something else in another process."""
+        if self.size > 1 and len(set(gather_object([beginning]))) > 1:
             raise InvalidConfigError(
-                f"the processes of this run differ in {what}: the teacher's weights are on some machines "
-                "only. Give --init random, or --init-teacher with a folder that all of them have."
+                "the processes of this run differ in what students begin with: the teacher's weights are on "
+                "some machines only. Give --init random, or --init-teacher with a folder that all of them "
+                "have."
             )
 
     def check_common(self, folder: Path) -> None:

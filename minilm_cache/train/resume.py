@@ -128,7 +128,7 @@ def refuse_beginning(path: Path, config: TrainConfig, *, beginnings: Beginnings,
         resume: whether the folder may exist.
     """
     if config.frozen == "embeddings":
-        beginnings.refuse_random("--frozen embeddings")
+        beginnings.refuse_random()
     refuse_file(path)
     if not resume:
         refuse_begun(path)

@@ -206,7 +206,7 @@ def _train(
     remarks = (*larger_than_teacher(config, shapes, cache), *unread_in_words(tokens, cache))
     for line in (*beginnings.in_words, *remarks):
         session.progress.note(line)
-    ranks.refuse_difference("what students begin with", beginnings.name)
+    ranks.refuse_difference(beginnings.name)
     teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
         config=config,

@@ -400,7 +400,5 @@ def evaluation_of(config: TaskStageConfig, more: Mapping[str, Any]) -> EvaluateC
         InvalidConfigError: there is no such task, or its data are not named.
     """
     settings: dict[str, Any] = {"task": (config.task,), "data": config.data, "as_is": True}
-    own = {name: getattr(config, name) for name in ("text_columns", "label_column", "dev")}
-    defaults = TaskStageConfig.model_fields
-    given = {name: value for name, value in own.items() if value != defaults[name].default}
+    given = config.model_dump(include={"text_columns", "label_column", "dev"}, exclude_defaults=True)
     return validated(EvaluateConfig, {**settings, **given, **more})
