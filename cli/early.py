@@ -54,7 +54,7 @@ from minilm_cache.objectives.config import (
     check_states,
     split_into,
 )
-from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary
+from minilm_cache.settings import SliceConfig, TruncateConfig, asked_vocabulary, option_of
 from minilm_cache.storage_schema.identity import CacheIdentity, Truncation
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import refuse_existing, refuse_file
@@ -192,7 +192,7 @@ def refuse_no_layers(config: DumpConfig) -> None:
     for option in ("hidden", "masked_hidden", "first_hidden"):
         chosen = getattr(config, option)
         if isinstance(chosen, tuple):
-            refuse_no_state(chosen, known, option=f"--{option.replace('_', '-')}", teacher=name)
+            refuse_no_state(chosen, known, option=option_of(option), teacher=name)
 
 
 def refuse_no_prompt(config: DumpConfig) -> None:

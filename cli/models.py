@@ -35,6 +35,7 @@ from minilm_cache.settings import (
     TrimConfig,
     TruncateConfig,
     asked_vocabulary,
+    option_of,
     validated,
 )
 
@@ -182,7 +183,7 @@ def trim(
         refuse_no_text(config.corpus, config.text_column)
     elif of_text:
         raise InvalidConfigError(
-            f"--{min(of_text).replace('_', '-')}: {config.vocab} lists the pieces, and no text is read. "
+            f"{option_of(min(of_text))}: {config.vocab} lists the pieces, and no text is read. "
             "Leave it out, or give --vocab texts."
         )
     from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
@@ -286,8 +287,8 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
         *("teacher", "revision", "corpus", "text_column", "documents"),
         *PromptSettings.model_fields,
     ):
-        if (name in given or name == "corpus") and f"--{name.replace('_', '-')}" not in words:
-            words += [f"--{name.replace('_', '-')}", getattr(config, name)]
+        if (name in given or name == "corpus") and option_of(name) not in words:
+            words += [option_of(name), getattr(config, name)]
     if given.keys() & {"prompt", "prompt_name", "role_column"}:
         words += ["--packing", "records"]
     print_pairs(

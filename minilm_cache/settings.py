@@ -132,6 +132,11 @@ class FrozenSettings(BaseModel):
         """
         return validated(type(self), dict(self) | changes)
 
+    def given_options(self, *names: str) -> list[str]:
+        """Return the options of those of some settings that are not their defaults."""
+        fields = type(self).model_fields
+        return [option_of(name) for name in names if getattr(self, name) != fields[name].default]
+
 
 class WrittenSettings(FrozenSettings):
     """Base of settings that people write in Python, in documents and on the command line.
@@ -226,12 +231,12 @@ class PromptSettings(CorpusSettings):
 
     @model_validator(mode="after")
     def _says_once_what_stands_before_texts(self) -> "PromptSettings":
-        for name in ("prompt", "prompt_name", "role_column"):
-            if getattr(self, name) is not None and self.pair_columns is not None:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} goes with --packing records, and not with --pair-columns: a "
-                    "prompt is about one document"
-                )
+        given = self.given_options("prompt", "prompt_name", "role_column")
+        if given and self.pair_columns is not None:
+            raise ValueError(
+                f"{given[0]} goes with --packing records, and not with --pair-columns: a prompt is about one "
+                "document"
+            )
         if self.prompt is not None and self.prompt_name is not None:
             raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
         if self.role_column is not None and (self.prompt or self.prompt_name):
@@ -288,7 +293,7 @@ def validated(
         if not problem["loc"]:
             raise InvalidConfigError(message + ".") from error
         name = str(problem["loc"][0])
-        option = "--" + options.get(name, name).replace("_", "-")
+        option = option_of(options.get(name, name))
         message = message[0].lower() + message[1:]
         given = problem["input"]
         value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given
@@ -336,16 +341,21 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     return unknown, "there is no such setting" + did_you_mean(str(unknown["loc"][-1]), model.model_fields)
 
 
+def option_of(name: str) -> str:
+    """Return the option of a setting, like `--max-length`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def flag_of(name: str, field: FieldInfo) -> str:
     """Return the option of a field, like `--max-length`; a switch that is on by default has `/--no-...`."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    flag = str(extra.get("flag", f"--{(field.alias or name).replace('_', '-')}"))
+    flag = str(extra.get("flag", option_of(field.alias or name)))
     return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
 def option_words(flag: str, value: object) -> list[str]:
     """Return an option and its value as words, repeated for several; an empty list if it is not set."""
-    name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
+    name = flag if flag.startswith("--") else option_of(flag)
     if isinstance(value, bool):
         return [name] if value or name.startswith("--no-") else []
     if isinstance(value, (tuple, list)):

@@ -19,6 +19,7 @@ from minilm_cache.settings import (
     RevisionSettings,
     SequenceSettings,
     TeacherSettings,
+    option_of,
 )
 from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS, Precision, Truncation
 from minilm_cache.storage_schema.states import MAX_OTHERS, MAX_READINGS, PoolingMode
@@ -82,13 +83,12 @@ class TextSettings(PromptSettings, SequenceSettings):
 
     @model_validator(mode="after")
     def _prompt_is_of_documents(self) -> "TextSettings":
-        for name in ("prompt", "prompt_name", "role_column"):
-            if getattr(self, name) is not None and self.packing != "records":
-                flag = name.replace("_", "-")
-                raise ValueError(
-                    f"--{flag} needs --packing records, because a prompt stands before a whole document. Add "
-                    f"it, or leave out --{flag}"
-                )
+        given = self.given_options("prompt", "prompt_name", "role_column")
+        if given and self.packing != "records":
+            raise ValueError(
+                f"{given[0]} needs --packing records, because a prompt stands before a whole document. Add "
+                f"it, or leave out {given[0]}"
+            )
         return self
 
 
@@ -121,9 +121,9 @@ class CodecSettings(FrozenSettings):
 
     @model_validator(mode="after")
     def _options_go_with_the_codec(self) -> "CodecSettings":
-        for option in ("k", "select", "tail"):
-            if self.codec != "topk" and getattr(self, option) is not None:
-                raise ValueError(f"--{option} goes with --codec topk, not with {self.codec}")
+        given = self.given_options("k", "select", "tail")
+        if given and self.codec != "topk":
+            raise ValueError(f"{given[0]} goes with --codec topk, not with {self.codec}")
         if self.codec != "vectors" and self.max_kl is not None:
             raise ValueError(f"--max-kl goes with --codec vectors, not with {self.codec}")
         if self.tail is not None and self.select != "largest":
@@ -204,7 +204,7 @@ class StateSettings(FrozenSettings):
             if getattr(self, name) is not None and all(
                 getattr(self, other) in (None, False) for other in others
             ):
-                flag, *flags = (f"--{each.replace('_', '-')}" for each in (name, *others))
+                flag, *flags = map(option_of, (name, *others))
                 which = "it" if len(flags) == 1 else "one of them"
                 raise ValueError(f"{flag} needs {' or '.join(flags)}. Add {which}, or leave out {flag}")
         if len(set(self.signal)) < len(self.signal):
@@ -353,13 +353,9 @@ class ImportConfig(FrozenSettings):
     def _scores_are_of_pairs(self) -> "ImportConfig":
         if (self.pair_columns is None) != (self.score_columns is None):
             raise ValueError("--pair-columns and --score-columns go together: give both, or neither")
-        if self.score_columns is not None:
-            of_vectors = ("text_column", "vector_column", "pooling", "prompt", "min_cosine")
-            defaults = type(self).model_fields
-            for name in of_vectors:
-                if getattr(self, name) != defaults[name].default:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"{flag} is about vectors, and --score-columns asks for scores")
+        given = self.given_options("text_column", "vector_column", "pooling", "prompt", "min_cosine")
+        if given and self.score_columns is not None:
+            raise ValueError(f"{given[0]} is about vectors, and --score-columns asks for scores")
         return self
 
 

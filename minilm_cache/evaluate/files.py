@@ -114,12 +114,11 @@ def generation_columns(file: Path, config: EvaluateConfig) -> tuple[list[str], s
     """
     given = [part.strip() for part in config.text_columns.split(",")]
     fields = type(config).model_fields
-    of_labels = [name for name in ("label_column", "metric") if getattr(config, name) != fields[name].default]
+    of_labels = config.given_options("label_column", "metric")
     if config.target_column is not None:
         if of_labels:
             raise InvalidConfigError(
-                f"--{of_labels[0].replace('_', '-')} is about labels, and --target-column about texts to "
-                "generate. Leave one out."
+                f"{of_labels[0]} is about labels, and --target-column about texts to generate. Leave one out."
             )
         return given, config.target_column
     sources = ["src"] if config.text_columns == fields["text_columns"].default else given

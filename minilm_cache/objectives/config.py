@@ -22,7 +22,7 @@ from minilm_cache.objectives.spec import (
     spec_of,
     why_not_at_once,
 )
-from minilm_cache.settings import FrozenSettings
+from minilm_cache.settings import FrozenSettings, option_of
 from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind
 from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily, StatesIdentity
 
@@ -277,8 +277,7 @@ class ObjectiveConfig(ObjectiveFields):
 
     @model_validator(mode="after")
     def _labels_have_their_options(self) -> "ObjectiveConfig":
-        fields, own = type(self).model_fields, ("label_weight", "label_column")
-        if self.own_labels is None and any(getattr(self, name) != fields[name].default for name in own):
+        if self.own_labels is None and self.given_options("label_weight", "label_column"):
             raise ValueError(
                 "--label-weight and --label-column go with --own-labels (in chain, --label-weight goes with "
                 "--task), and only with it"
@@ -309,7 +308,7 @@ class ObjectiveConfig(ObjectiveFields):
         for name in sorted(every - self.spec.options):
             if getattr(self, name) != type(self).model_fields[name].default:
                 having = " and ".join(spec.name for spec in OBJECTIVES.values() if name in spec.options)
-                flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
+                flag = "--no-value-relation" if name == "value_relation" else option_of(name)
                 only = "them" if " and " in having else "it"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
         if self.also and self.matryoshka:

@@ -156,11 +156,9 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
-        if self.init not in (None, "slice", "teacher-layers", "embeddings"):
-            for name in ("init_teacher", "init_layers"):
-                if getattr(self, name) is not None:
-                    flag = name.replace("_", "-")
-                    raise ValueError(f"--{flag} goes with --init slice, teacher-layers or embeddings")
+        given = self.given_options("init_teacher", "init_layers")
+        if given and self.init not in (None, "slice", "teacher-layers", "embeddings"):
+            raise ValueError(f"{given[0]} goes with --init slice, teacher-layers or embeddings")
         if self.init == "embeddings" and self.init_layers is not None:
             raise ValueError("--init-layers goes with --init slice or teacher-layers, not with embeddings")
         if self.steps is not None and self.epochs is not None:

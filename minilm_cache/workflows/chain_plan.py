@@ -313,12 +313,11 @@ def _check_init(config: TrainConfig) -> None:
             "--vocab: students of a chain are teachers, too, and need the pieces of the first one. Leave it "
             "out, and trim the last students with `minilm-cache trim`."
         )
-    for name in ("init_layers", "init_teacher"):
-        if getattr(config, name) is not None:
-            raise InvalidConfigError(
-                f"--{name.replace('_', '-')}: each stage of a chain takes its students from its own teacher. "
-                "Leave it out, or dump and train stage by stage."
-            )
+    if given := config.given_options("init_layers", "init_teacher"):
+        raise InvalidConfigError(
+            f"{given[0]}: each stage of a chain takes its students from its own teacher. Leave it out, or "
+            "dump and train stage by stage."
+        )
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:

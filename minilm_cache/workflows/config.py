@@ -20,6 +20,7 @@ from minilm_cache.settings import (
     ModelSettings,
     RevisionSettings,
     number_of_pieces,
+    option_of,
     refuse_unreadable,
     validated,
 )
@@ -269,7 +270,7 @@ class SearchConfig(FrozenSettings):
         if (self.max_latency_ms, self.speedup, self.max_parameters, self.max_bytes) == (None,) * 4:
             raise ValueError("give a budget: --max-latency-ms, --speedup, --max-parameters or --max-bytes")
         for name in ("layers", "widths", "feed_forward", "embedding_widths"):
-            numbers_of(getattr(self, name), f"--{name.replace('_', '-')}")
+            numbers_of(getattr(self, name), option_of(name))
         vocabularies_of(self)
         return self
 
@@ -361,11 +362,11 @@ def check_task_stage(
     """
     if config.task is None:
         given = min(config.model_fields_set)
-        raise InvalidConfigError(f"--{given.replace('_', '-')} goes with --task, and only with it.")
+        raise InvalidConfigError(f"{option_of(given)} goes with --task, and only with it.")
     of_chains = [name for name, value in others.items() if value is not None]
-    of_chains += ["--assistant" if name == "assistants" else _flag(name) for name in sorted(chain)]
-    texts = [_flag(name) for name in _OF_OTHER_TEXTS if name in dump]
-    learned = [_flag(name) for name in ("objective", "first") if name in train]
+    of_chains += ["--assistant" if name == "assistants" else option_of(name) for name in sorted(chain)]
+    texts = [option_of(name) for name in _OF_OTHER_TEXTS if name in dump]
+    learned = [option_of(name) for name in ("objective", "first") if name in train]
     if config.student is not None and "init" in train:
         learned.append("--init")
     for names, what in (
@@ -383,10 +384,6 @@ def check_task_stage(
     for name, of in (("copies", "augment"), ("mined", "mine")):
         if getattr(config, of) is None and name in config.model_fields_set:
             raise InvalidConfigError(f"--{name} goes with --{of}, and only with it.")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def evaluation_of(config: TaskStageConfig, more: Mapping[str, Any]) -> EvaluateConfig:

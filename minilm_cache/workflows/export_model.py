@@ -29,7 +29,7 @@ from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tokenizer import load_tokenizer
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import validated
+from minilm_cache.settings import option_of, validated
 from minilm_cache.storage_schema.states import PoolingMode
 from minilm_cache.store.durable import new_folder, prepare_new
 from minilm_cache.store.layout import CARD, MANIFEST
@@ -177,7 +177,7 @@ def _texts(config: ExportModelConfig, model: Evaluated, session: Session) -> Ite
         cache = open_cache(place, home=session.home)
         of_files = {"text_column", "documents", "pair_columns"} & config.model_fields_set
         if of_files:
-            option = f"--{min(of_files).replace('_', '-')}"
+            option = option_of(min(of_files))
             raise InvalidConfigError(f"{option}: {place} is a cache, whose texts are read. Leave it out.")
         if expected not in ("", cache.manifest.fingerprint):
             raise IdentityMismatchError(

@@ -27,7 +27,7 @@ from minilm_cache.models.load import read_config
 from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import validated
+from minilm_cache.settings import option_of, validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
 from minilm_cache.train.config import TrainConfig, check_parts
 from minilm_cache.train.initial import model_folder
@@ -234,7 +234,7 @@ def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None
             f"{out / _STATED} is damaged: {first_line(error)}. Choose another --out."
         ) from error
     if other or not (out / TEXTS).is_file() or (out / TEXTS).read_bytes() != texts:
-        options = [f"--{name.replace('_', '-')}" for name in other if name not in _MADE_BY.values()]
+        options = [option_of(name) for name in other if name not in _MADE_BY.values()]
         weights = [f"the weights of --{option}" for option, name in _MADE_BY.items() if name in other]
         what = ", ".join(options or weights) or "the task's texts"
         raise IdentityMismatchError(f"{out} was begun with other settings: {what}. Choose another --out.")
