@@ -68,14 +68,7 @@ def _refuse_not_finite(
     relations: Sequence[LayerRelations],
     values: Mapping[SignalName, Tensor],
 ) -> None:
-    """Raise TeacherError where a teacher gives NaN or infinity for a sequence, padding left out.
-
-    Args:
-        inputs: the sequences.
-        numbers: their numbers in the cache, for the message.
-        relations: what it gives of layers.
-        values: what else it gives, by name.
-    """
+    """Raise TeacherError where a teacher gives NaN or infinity for a sequence, padding left out."""
     valid, sums = inputs.valid, list[Tensor]()
     for layer in relations:
         sums += [part.sum((1, 3)) for part in layer.vectors[:3]]

@@ -221,11 +221,7 @@ class ShardJob:
         return Arrival(wanted)
 
     def _read_and_encode(self, inputs: Inputs, numbers: list[int]) -> tuple[list[LayerRelations], list[Rows]]:
-        """Run the teacher on a batch, and encode its relations and states.
-
-        Args:
-            inputs: sequences, on the CPU.
-            numbers: numbers of the sequences in the cache.
+        """Run the teacher on a batch, which is on the CPU, and encode its relations and states.
 
         Returns:
             Signals of the layers whose relations are written, and the rows of each codec and masked reading.

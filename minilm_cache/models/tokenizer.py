@@ -143,12 +143,7 @@ def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def _refuse_bombs(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise TeacherError for a tokenizer that lengthens texts far more than any known one does.
-
-    Args:
-        tokenizer: the tokenizer.
-        folder: where it was read from, for the message.
-    """
+    """Raise TeacherError for a tokenizer that lengthens texts far more than any known one does."""
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         component = getattr(tokenizer, name)
         if component is None:

@@ -164,12 +164,7 @@ def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
 
 
 def _refuse_pushed(target: RemoteFolder, names: Set[str]) -> None:
-    """Raise IdentityMismatchError for a place that a push has claimed, and has not finished.
-
-    Args:
-        target: folder of the cache in the store.
-        names: names of all files there.
-    """
+    """Raise IdentityMismatchError for a place that a push has claimed, and has not finished."""
     claims = {INDEX, commit_path(0)}  # formats 2 and 1
     if claims & names and not {BEGUN, MANIFEST} & names:
         raise IdentityMismatchError(

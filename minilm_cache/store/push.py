@@ -95,11 +95,7 @@ def _finish(
 ) -> tuple[CacheManifest, bool]:
     """Write the manifest, with the files that only the store has, and return it and whether it is another.
 
-    Args:
-        target: folder of the cache in the store.
-        root: folder of the cache.
-        manifest: its manifest.
-        named: files that the store's manifest names, in its order.
+    Files that the store's manifest names, `named`, keep their order.
     """
     content, whole = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES), manifest
     if named.keys() - manifest.files.keys():

@@ -265,20 +265,14 @@ class StoreWriter(CacheWriter):
             return {n: content for n, content in zip(shards, contents, strict=True) if content is not None}
 
     def _lost(self, records: Mapping[int, bytes]) -> set[int]:
-        """Return the committed shards whose files have gone; files that are only staged are put in place.
-
-        Args:
-            records: number of each shard to its record.
-        """
+        """Return the committed shards whose files have gone; files that are only staged are put in place."""
         stored = self._target.sizes()
         return {shard for shard, record in records.items() if not self._is_whole(record, stored)}
 
     def _is_whole(self, record: bytes, stored: Mapping[str, int]) -> bool:
         """Return whether a shard's files have their sizes, after putting in place what is only staged.
 
-        Args:
-            record: commit record of the shard.
-            stored: sizes of all files of the cache in the store, in bytes.
+        Sizes of all files of the cache in the store, `stored`, are in bytes.
         """
         try:
             files = parse(CommitRecord, record, self._target.url).files

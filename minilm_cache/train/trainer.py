@@ -283,10 +283,7 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
 def _adamw(trained: Sequence[nn.Parameter], weight_decay: float, rate: float | Tensor) -> torch.optim.AdamW:
     """Return the optimizer of weights; vectors, such as biases, do not decay.
 
-    Args:
-        trained: weights.
-        weight_decay: decay of matrices.
-        rate: learning rate; a tensor where steps are replayed by a graph, which reads it from memory.
+    The rate is a tensor where steps are replayed by a graph, which reads it from memory.
     """
     matrices = [weight for weight in trained if weight.ndim > 1]
     vectors = [weight for weight in trained if weight.ndim <= 1]

@@ -186,15 +186,8 @@ def _dump(
 ) -> None:
     """Dump a stage's teacher, together with the other processes of torchrun.
 
-    Args:
-        config: settings of the chain.
-        stage: what is dumped.
-        done: results of the stages before, which are only waited for.
-        first: folder of the first dump.
-        ranks: processes of torchrun.
-        cache_store: URL of a store to pull from. None means that everything is dumped.
-        session: its home is the folder for local copies of caches at URLs. Its progress shows tokens done.
-            Its `should_stop` is called before each batch.
+    Stages before, whose results are `done`, are only waited for. A `cache_store` of None means that
+    everything is dumped.
     """
     del done
     dump_cache(
@@ -244,14 +237,8 @@ def _finish(
 ) -> ChainRecord:
     """Compare every student with the first teacher, and write the record and the report.
 
-    Args:
-        config: settings of the chain.
-        folder: folder of the chain.
-        planned: stages of the chain.
-        done: results of the stages, which are only waited for.
-        ranks: processes of torchrun; the first one compares, and the others read its record.
-        session: its progress shows what is measured. Its `should_stop` is not called, since what is measured
-            takes seconds.
+    Stages, whose results are `done`, are only waited for. The first process of torchrun compares, and the
+    others read its record. A stop is not asked for, since what is measured takes seconds.
     """
     del done
     if not ranks.is_first:

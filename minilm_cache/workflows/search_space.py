@@ -278,10 +278,7 @@ def _draw_all(model: PreTrainedModel) -> None:
 def _archs(config: SearchConfig, source: PreTrainedConfig, *, heads: int) -> dict[str, tuple[int, int]]:
     """Return the layers and the width of all shapes, by the value of `--arch`.
 
-    Args:
-        config: shapes that are asked for.
-        source: configuration of the model that students are cut from.
-        heads: heads that widths divide into.
+    Students are cut from `source`, and usual widths divide into `heads`.
 
     Raises:
         InvalidConfigError: a value is none, or no embeddings are narrower than a shape.

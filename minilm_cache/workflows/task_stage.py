@@ -174,13 +174,8 @@ def _write_texts(
 ) -> None:
     """Write the texts of examples once, with their labels only if students learn these.
 
-    Args:
-        config: settings of the stage.
-        examples: the task's texts.
-        out: folder of the stage.
-        labels: the teacher's names of the task's classes, empty for values on a scale. None means that labels
-            stay out.
-        max_length: most tokens that are read of a text, also where copies and further pairs are made.
+    Labels are the teacher's names of the task's classes, empty for values on a scale; None means that they
+    stay out. The length is the most tokens that are read of a text, also for copies and further pairs.
 
     Raises:
         IdentityMismatchError: the folder has the texts of another stage, or is not empty.
