@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import altair as alt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.report.plots import (
@@ -61,7 +69,7 @@ class Round(_Document):
     more_runs: tuple[str, ...] = ()
     """Folders of the runs of the round's other vocabularies."""
     steps: int
-    losses: dict[str, float | None]
+    losses: dict[str, FiniteFloat | None]
     """Held-out loss of each shape, by `Candidate.name`, the best one first. None means that it diverged."""
 
 

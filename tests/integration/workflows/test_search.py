@@ -426,6 +426,7 @@ def test_stopped_twice_it_ends_as_undisturbed(cache: Path, tmp_path: Path) -> No
         {"candidates": [{**each, "is_tried": False} for each in record["candidates"]]},
         {"candidates": [{**first, "latency_ms": 0}, *others]},
         {"rounds": [{**record["rounds"][0], "losses": {"9x9": 1.0}}]},
+        {"rounds": [{**record["rounds"][0], "losses": {first["arch"]: math.nan}}]},
     ]
     for change in changes:
         file.write_text(json.dumps({**record, **change}))
