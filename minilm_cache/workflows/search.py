@@ -207,9 +207,9 @@ def _ranked(runs: Mapping[str | None, TrainResult]) -> dict[str, float | None]:
         for vocab, run in runs.items()
         for each in run.record.students
     }
-    finite = {name: loss for name, loss in losses.items() if loss is not None}
+    finite = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
     order = sorted(finite, key=lambda name: finite[name])
-    return {name: losses[name] for name in [*order, *(each for each in losses if each not in finite)]}
+    return {name: finite.get(name) for name in [*order, *(each for each in losses if each not in finite)]}
 
 
 def _plan(num_shapes: int, last_steps: int, keep: float) -> list[tuple[int, int]]:
