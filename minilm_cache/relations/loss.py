@@ -271,7 +271,9 @@ def relation_kl(
     valid = key_mask(lengths, scores.shape[-1])
     row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
     rows, entropy = targets.rows, targets.entropy
-    columns = column_mask(lengths, scores.shape[-1], is_causal=rows.is_causal)
+    columns = valid[:, None, None, :]
+    if rows.is_causal:
+        columns = column_mask(lengths, scores.shape[-1], is_causal=True)
     if isinstance(rows, VectorRows):
         rows, entropy = densify(rows, lengths)
     if entropy is None:

@@ -267,5 +267,6 @@ def to_dense(
         dense.scatter_add_(-1, rows.index, rows.weight)
         if rows.base is not None:
             dense += rows.base[..., None]
-    columns = column_mask(lengths, size, is_causal=rows.is_causal)
-    return dense * (columns & key_mask(lengths, size)[:, None, :, None])
+    valid = key_mask(lengths, size)
+    columns = column_mask(lengths, size, is_causal=True) if rows.is_causal else valid[:, None, None, :]
+    return dense * (columns & valid[:, None, :, None])

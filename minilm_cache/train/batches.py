@@ -238,8 +238,11 @@ class BatchReader:
     ) -> Iterator[npt.NDArray[np.int64]]:
         """Yield pairs in batches of whole queries: as many as `batch_size` has room for, but at least one."""
         queries = _queries(self._segments_with(numbers, {}), numbers, pair)
+        groups = [numbers[queries == query] for query in range(queries.max() + 1)]
+        if numbers[-1] + 1 < self._cache.manifest.num_sequences:  # the last query may go on
+            groups = groups[:-1] or groups
         batch: list[npt.NDArray[np.int64]] = []
-        for group in (numbers[queries == query] for query in range(queries.max() + 1)):
+        for group in groups:
             if batch and sum(map(len, batch)) + len(group) > batch_size:
                 yield np.concatenate(batch)
                 batch = []
