@@ -218,19 +218,21 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known:
     for document, score in zip((text for texts in documents.values() for text in texts), scores, strict=True):
         text = joined_pair((query, document), where)
         as_first = BETWEEN.join((first, document))
-        if _is_new(as_first, score, where, known=known, is_respelled=first.split() != query.split()):
+        own = text if first.split() != query.split() else None
+        if _is_new(as_first, score, where, known=known, own=own):
             yield Record(text, first, says_copies=True, score=score)
 
 
-def _is_new(text: str, score: float | None, where: str, *, known: Known, is_respelled: bool = False) -> bool:
+def _is_new(text: str, score: float | None, where: str, *, known: Known, own: str | None = None) -> bool:
     """Return whether a pair was not read before, and note it.
 
     Args:
-        text: both texts.
+        text: both texts, the query as it was read first.
         score: its score. None means that there are none.
         where: the record, for messages.
         known: pairs of the records before.
-        is_respelled: whether the record has other capital letters, which a teacher may score otherwise.
+        own: both texts as the record has them, with other capital letters, which a teacher may score
+            otherwise. None means that the record has no others.
 
     Raises:
         CorpusError: it was read with another score.
@@ -243,13 +245,15 @@ def _is_new(text: str, score: float | None, where: str, *, known: Known, is_resp
     differs = (
         score is not None and before is not None and abs(before - score) > _SAME_SCORE * max(1.0, abs(score))
     )
-    if differs and not is_respelled:
+    if differs and own is not None:
+        return _is_new(own, score, where, known=known)
+    if differs:
         first, second = (part[:40] for part in text.split(BETWEEN))
         raise CorpusError(
             f"corpus: {where} has {first!r} with {second!r} for the second time, with the scores {before:g} "
             f"and {score:g}. Remove one of them."
         )
-    return differs
+    return False
 
 
 def joined_pair(texts: tuple[str, str], where: str) -> str:

@@ -250,10 +250,11 @@ class CodecFitter:
         """
         teacher, all_numbers = self.reader.teacher, np.arange(numbers.start, numbers.stop)
         order = all_numbers[np.argsort(self.sequences.lengths(numbers.start, numbers.stop), kind="stable")]
-        starts = range(0, len(order), self.batch_size)
+        size = teacher.at_once(self.batch_size)
+        starts = range(0, len(order), size)
         for first in np.random.default_rng(0).permutation(starts).tolist():
             self.session.stop_if_asked(INTERRUPTED)
-            batch = order[first : first + self.batch_size].tolist()
+            batch = order[first : first + size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
             inputs = Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)
             yield inputs.paired(self.identity.packing.pair), batch

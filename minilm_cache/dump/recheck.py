@@ -146,7 +146,7 @@ def recheck(
                 if not _has_same_tokens(cache, sequences, numbers)
             )
     has_states = teacher.identity.hidden_size == identity.teacher.hidden_size
-    if identity.pooled is not None and _pooling_of(teacher, identity.pooled) != identity.pooled:
+    if identity.pooled is not None and not _pools_like(teacher, identity.pooled):
         differing.append("the way the teacher pools")
         has_states = False
     is_alike = _is_alike(cache, teacher)
@@ -205,17 +205,13 @@ def _bound(path: str, states: StatesIdentity) -> float:
     return _ROUNDED_AWAY if bound is None else _ERROR_FACTOR * bound.relative_error
 
 
-def _pooling_of(teacher: Teacher, stored: Pooling) -> Pooling | None:
-    """Return how a teacher pools, described like a stored pooling. None means that it does not say."""
+def _pools_like(teacher: Teacher, stored: Pooling) -> bool:
+    """Return whether a teacher pools like the one of stored vectors."""
     try:
         pooler = teacher.pooler(None if pools_texts(teacher.folder) else stored.mode)
     except (InvalidConfigError, TeacherError):
-        return None
-    return pooler.identity(
-        teacher.identity.hidden_size,
-        min_cosine=stored.min_cosine,
-        calibration_sequences=stored.calibration_sequences,
-    )
+        return False
+    return pooler.has_made(stored, teacher.identity.hidden_size)
 
 
 def _is_alike(cache: Cache, teacher: Teacher) -> bool:

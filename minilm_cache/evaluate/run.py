@@ -245,11 +245,13 @@ def _cut(trials: Sequence[_Trial], records: Sequence[TrialRecord]) -> Iterator[s
     """Yield a remark for each task of whose texts models have not read the ends."""
     most: dict[tuple[str, str], tuple[int, str]] = {}
     for trial, record in zip(trials, records, strict=True):
-        of_sets = {**record.num_scored, TRAIN: record.num_train}
+        sizes = _sizes(trial.track)
         for name, count in record.num_cut.items():
+            if name not in sizes:  # a test set of an earlier run, which is not asked for now
+                continue
             length = record.identity.max_length
             longest = trial.kind.longest_learned(length) if name == TRAIN else f"{length} tokens"
-            words = cut_in_words(count, of_sets[name], "text", most=longest)
+            words = cut_in_words(count, sizes[name], "text", most=longest)
             key = trial.kind.task.title, name
             most[key] = max(most.get(key, (0, "")), (count, words))
     for (title, name), (_, words) in most.items():
@@ -426,6 +428,11 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
     return record.model_copy(update={"model": trial.model.title})
 
 
+def _sizes(track: Track[Any]) -> dict[str, int]:
+    """Return the number of examples of each set, and of those to train on."""
+    return {name: len(examples) for name, examples in {**track.sets(), TRAIN: track.train}.items()}
+
+
 def _is_sound(record: TrialRecord, kind: Kind[Any, Any], track: Track[Any]) -> bool:
     """Return whether a record has the figures of a trial's sets, which belong together."""
     if not record.scores:
@@ -436,12 +443,13 @@ def _is_sound(record: TrialRecord, kind: Kind[Any, Any], track: Track[Any]) -> b
     except (KeyError, ValueError):  # a set or a metric is missing
         return False
     metrics = kind.task.metrics if isinstance(kind.task, TextTask) else ()
-    counts = {name: len(examples) for name, examples in track.dev.items()}
-    of_sets = {**record.num_scored, TRAIN: record.num_train}
+    sizes = _sizes(track)
+    # An earlier run may have predicted test sets that are not asked for now.
+    most = {name: sizes.get(name, count * name.startswith("test")) for name, count in record.num_cut.items()}
     return (
-        counts.items() <= record.num_scored.items()
+        all(record.num_scored.get(name) == sizes[name] for name in dev)
         and record.scores.keys() == record.num_scored.keys()
-        and all(0 < count <= of_sets.get(name, 0) for name, count in record.num_cut.items())
+        and all(0 < count <= most[name] for name, count in record.num_cut.items())
         and all(of_set.keys() == {*(metrics or of_set)} for of_set in dev.values())
         and record.headline is not None
         and isclose(record.headline, headline)

@@ -362,7 +362,7 @@ class TrialRecord(FrozenSettings):
     num_scored: dict[str, int]
     """Number of examples of each set that has scores."""
     num_cut: dict[str, int] = Field(default_factory=dict)
-    """Number of examples of these sets, and of `train`, whose texts were cut at `identity.max_length` tokens.
+    """Number of examples of each set, and of `train`, whose texts were cut at `identity.max_length` tokens.
     Sets without any are left out; trials of earlier releases have none, or those of scored sets alone."""
     train_s: float
     """Seconds of training."""

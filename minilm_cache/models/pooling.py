@@ -164,6 +164,11 @@ class SentencePooler(nn.Module):
             calibration_sequences=calibration_sequences,
         )
 
+    def has_made(self, stored: Pooling, hidden_size: int) -> bool:
+        """Return whether vectors that are stored with this pooling are what it makes."""
+        least, count = stored.min_cosine, stored.calibration_sequences
+        return self.identity(hidden_size, min_cosine=least, calibration_sequences=count) == stored
+
     def dense_sha256(self) -> str | None:
         """Return the SHA-256 (hex) of the linear maps. None means that there are none."""
         if not self.dense:

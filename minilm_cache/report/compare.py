@@ -13,6 +13,7 @@ import torch
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.models.complete import pools_texts
 from minilm_cache.models.load import load_model
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.tap import Tap, TappedModel
@@ -124,14 +125,19 @@ def held_out_cosine(cache: Cache, teacher: Teacher, students: Sequence[Path]) ->
         A number between 0 and 2 for each student. None for each where nothing is held out.
 
     Raises:
-        IdentityMismatchError: the cache was dumped from another teacher.
+        IdentityMismatchError: the cache was dumped from another teacher, or from one that pools otherwise.
         TeacherError: a folder holds no sentence encoder.
     """
     check_is_teacher_of(teacher, cache)
     encoders = [SentenceEncoder.load(folder).to(teacher.device) for folder in students]
     pooled, last = cache.manifest.identity.pooled, teacher.num_layers
     assert pooled is not None, "the caller looks for it"
-    pooler = teacher.pooler(pooled.mode)
+    pooler = teacher.pooler(None if pools_texts(teacher.folder) else pooled.mode)
+    if not pooler.has_made(pooled, teacher.identity.hidden_size):
+        raise IdentityMismatchError(
+            f"teacher {teacher.name} pools otherwise than when {cache.reader.root} was dumped. Give the "
+            "folder that it was dumped from."
+        )
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
     )

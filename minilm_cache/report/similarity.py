@@ -95,11 +95,12 @@ def layer_similarity(
     ids, pair = held_out_ids(cache), cache.manifest.identity.packing.pair
     if not ids:
         return []
-    expected = _states(teacher.model, ids, teacher.device, pair=pair)
+    size = teacher.at_once(_BATCH_SIZE)
+    expected = _states(teacher.model, ids, size, device=teacher.device, pair=pair)
     similarities = []
     for name, folder in students:
         model = load_model(folder, attention="sdpa").eval().to(teacher.device)
-        states = _states(model, ids, teacher.device, pair=pair)
+        states = _states(model, ids, size, device=teacher.device, pair=pair)
         similarities.append(
             LayerSimilarity(
                 student=name,
@@ -123,12 +124,17 @@ def held_out_ids(cache: Cache) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _states(
-    model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.device, *, pair: PairTemplate | None
+    model: PreTrainedModel,
+    ids: Sequence[torch.Tensor],
+    size: int,
+    *,
+    device: torch.device,
+    pair: PairTemplate | None,
 ) -> list[Features]:
     """Return the states of every layer at all tokens that are not padding, `(tokens, width)` each."""
     layers: list[list[torch.Tensor]] = []
-    for first in range(0, len(ids), _BATCH_SIZE):
-        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).paired(pair).to(device)
+    for first in range(0, len(ids), size):
+        inputs = Inputs.of(ids[first : first + size], 0).paired(pair).to(device)
         segments = {} if inputs.segments is None else {"token_type_ids": inputs.segments}
         states = model(
             input_ids=inputs.ids, attention_mask=inputs.mask, output_hidden_states=True, **segments
@@ -300,8 +306,9 @@ def _rows(
 ) -> dict[RelationKind, _Rows]:
     """Return the rows of every relation that is compared, of all sequences without their padding."""
     parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
-    for first in range(0, len(ids), _BATCH_SIZE):
-        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).paired(pair).to(teacher.device)
+    size = teacher.at_once(_BATCH_SIZE)
+    for first in range(0, len(ids), size):
+        inputs = Inputs.of(ids[first : first + size], 0).paired(pair).to(teacher.device)
         lengths, valid = inputs.lengths, inputs.valid
         (expected,) = teacher.relations(inputs, (layer,))
         (vectors,) = model(inputs, Tap((model.num_layers - 1,))).vectors

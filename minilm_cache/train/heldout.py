@@ -17,9 +17,9 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 MAX_SEQUENCES = 256
 """Most held-out sequences that an evaluation reads."""
 
-COMPARED_TEXTS: Final = 64
-"""Held-out texts of a batch whose vectors are compared with each other, whatever `--batch-size` is: losses of
-vectors by `similarity` depend on how many texts there are."""
+_COMPARED_TEXTS: Final = 64
+_COMPARED_TOKENS: Final = 2**17
+"""Most held-out texts, and tokens, of a batch whose vectors are compared with each other."""
 
 HeldOutLosses = dict[str, float]
 """Mean of each part of an objective; the part of a relation is KL(teacher || student), nats."""
@@ -31,9 +31,21 @@ _LEAST_COMPARED: Final = 2
 
 def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
     """Return the sequences of a batch: `most`, or fewer where a relation's scores would be too large."""
+    if not (wanted.kinds or wanted.vectors):
+        return most
     heads = wanted.relation_heads or manifest.identity.relation_heads
     fitting = CPU_LIMITS.scores_bytes // scores_bytes(1, heads, manifest.identity.packing.max_length)
     return max(1, min(most, fitting))
+
+
+def compared_texts(manifest: CacheManifest) -> int:
+    """Return the held-out texts of a batch whose vectors are compared with each other, at least two.
+
+    They do not depend on `--batch-size`, since losses by `similarity` depend on how many texts there are.
+    """
+    return max(
+        _LEAST_COMPARED, min(_COMPARED_TEXTS, _COMPARED_TOKENS // manifest.identity.packing.max_length)
+    )
 
 
 def without_lone(size: int, num_sequences: int) -> int:

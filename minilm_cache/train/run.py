@@ -31,10 +31,10 @@ from minilm_cache.train.config import TrainConfig, first_config
 from minilm_cache.train.folder import RunFolder, state_name
 from minilm_cache.train.graph import Graphs, graphs_of
 from minilm_cache.train.heldout import (
-    COMPARED_TEXTS,
     MAX_SEQUENCES,
     HeldOutLosses,
     batch_size,
+    compared_texts,
     held_out_losses,
     without_lone,
 )
@@ -424,7 +424,8 @@ class _Run:
         if not self._can_compare(trainers):
             return [None] * len(trainers)
         of_step = self.config.batch_size // self.identity.num_parts
-        most = COMPARED_TEXTS if POOLED in self.objective.wanted.signals else of_step
+        is_of_vectors = POOLED in self.objective.wanted.signals
+        most = compared_texts(self.cache.manifest) if is_of_vectors else of_step
         size = without_lone(
             batch_size(self.objective.wanted, self.cache.manifest, most),
             min(self.cache.manifest.num_held_out, MAX_SEQUENCES),

@@ -23,11 +23,18 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import PairColumns
 from minilm_cache.corpus.records import read_rows
 from minilm_cache.corpus.template import pair_template_of
-from minilm_cache.errors import CacheCorruptError, CorpusError, InvalidConfigError, TeacherError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CorpusError,
+    IdentityMismatchError,
+    InvalidConfigError,
+    TeacherError,
+)
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs, cut_pair
 from minilm_cache.models.load import load_model
 from minilm_cache.models.locate import locate_teacher
+from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import held_out_cosine
@@ -270,6 +277,10 @@ def test_vectors_of_pairs_are_compared_with_those_of_the_teacher(world: World) -
         for each in opened[opened.manifest.num_train :]
     ]
     assert cosine == pytest.approx(1 - float(torch.stack(expected).mean()), abs=1e-5)
+    SentencePooler("cls", normalize=False).save(world.teacher, hidden_size=32, max_length=32)
+    other = Teacher(locate_teacher(str(world.teacher)), torch.device("cpu"))
+    with pytest.raises(IdentityMismatchError, match="pools otherwise than when"):
+        held_out_cosine(opened, other, [run.student_path("2x32")])
     with pytest.raises(InvalidConfigError, match=r"has no student 9x9. Its students: 2x32"):
         run.student_path("9x9")
 

@@ -1,6 +1,7 @@
 """Scores of another model: imported, learned from, and given to others as a data set."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoConfig
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.corpus.pairs import Known, PairColumns, pairs_of
+from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.states import LOGITS
 from tests.fixtures import Command
 from tests.integration.objectives.test_scores import texts_of
@@ -37,6 +40,34 @@ def write_scores(
 def scores_of(cache: Cache) -> dict[tuple[str, str], float]:
     stored = [float(sequence.states()[LOGITS][0]) for sequence in cache]
     return dict(zip(texts_of(cache), stored, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ([("ba be", 5.0), ("ba  be", 5.0), ("Ba be", 5.0)], [5.0]),
+        ([("ba be", 5.0), ("Ba be", 7.5), ("Ba be", 7.5)], [5.0, 7.5]),
+        ([("ba be", 5.0), ("ba  be", 7.5)], None),
+        ([("ba be", 5.0), ("Ba be", 7.5), ("Ba be", 9.0)], None),
+    ],
+)
+def test_scores_of_queries_in_other_words_are_compared(
+    rows: list[tuple[str, float]], kept: list[float] | None
+) -> None:
+    """Spaces say nothing; capital letters may have another score. None means that scores contradict."""
+    columns, known = PairColumns.of("query,right", "score"), Known.nothing()
+    columns = columns._replace(are_groups=True)
+
+    def read() -> list[float | None]:
+        records = ({"query": query, "right": ["ba"], "score": [score]} for query, score in rows)
+        found = (pairs_of(record, columns, "record", known=known) for record in records)
+        return [pair.score for pair in chain.from_iterable(found)]
+
+    if kept is None:
+        with pytest.raises(CorpusError, match="for the second time, with the scores"):
+            read()
+    else:
+        assert read() == kept
 
 
 def imported(world: World, command: Command, file: Path, *words: object) -> Path:

@@ -368,6 +368,19 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
         command.fails(*asked, code=1, says=("trial.json is damaged", "Remove its folder"))
 
 
+def test_texts_of_test_sets_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """Also when the trial is looked at again, with the test set and without it."""
+    data = write_sst2(tmp_path / "SST-2")
+    with (data / "test.tsv").open("a") as file:
+        file.write(f"6\t{'ba ' * 40}\n")
+    asked = ("evaluate", teacher, "--task", "sst2", "--data", data, "--epochs", 1, "--out", tmp_path / "out")
+    says = "SST-2, test: 1 of 7 texts is cut"
+    for predict in (("--predict",), ("--predict",), ()):
+        code, out, err = command(*asked, *SHORT, *predict, "--json")
+        assert code == 0, err
+        assert any(line.startswith(says) for line in json.loads(out)["remarks"]) == bool(predict), out
+
+
 def test_texts_that_are_cut_are_counted(teacher: Path, tmp_path: Path, command: Command) -> None:
     """Exactly: a text that just fits is none of them."""
     for name, sizes in (("train", (1, 2, 3, 31)), ("dev", (1, 29, 30, 40))):
