@@ -71,7 +71,8 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
                 "Convert it to one of them."
             )
         return [path]
-    _refuse_no_texts(path)
+    if not path.is_dir():
+        raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
     judgements = path / "qrels" / "train.tsv"
     if pairs and judged_files(judgements):
         if not judgements.is_file():
@@ -94,15 +95,20 @@ def corpus_files(path: Path, *, pairs: bool = False) -> list[Path]:
             f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder. A README.md and linked "
             "folders are not read."
         )
+    _refuse_ours(path, files)
     return files
 
 
-def _refuse_no_texts(path: Path) -> None:
-    """Raise CorpusError for what is no folder, and for folders of ours, whose tables are no texts."""
-    if not path.is_dir():
-        raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
-    if not (path / "config.json").is_file() and (what := described_otherwise(path)):
-        raise CorpusError(f"corpus {path} is no text.{what}")
+_OURS: Final = (("manifest.json", "zarr.json"), ("run.json", "students"), ("search.json", "round-1"))
+"""What a cache, a run and a search have side by side, unlike folders of texts."""
+
+
+def _refuse_ours(path: Path, files: Sequence[Path]) -> None:
+    """Raise CorpusError for files of caches, runs and searches: this program wrote them, and not as texts."""
+    folders = {parent for file in files for parent in file.parents if parent.is_relative_to(path)}
+    for folder in sorted(folders):
+        if any(all((folder / name).exists() for name in names) for names in _OURS):
+            raise CorpusError(f"corpus {path}: {folder} holds no texts.{described_otherwise(folder)}")
 
 
 def _refuse_large_letters(file: Path) -> None:

@@ -21,7 +21,7 @@ from minilm_cache.evaluate.files import Source, data_source
 from minilm_cache.evaluate.finetune import TRAIN, TRIALS_KEPT, Tuned, check_device, fine_tune
 from minilm_cache.evaluate.kind import Kind, Scores, kind_of
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.evaluate.own_task import note_overlap, read_own_task
+from minilm_cache.evaluate.own_task import read_own_task
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord, is_own_task
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import enough_memory
@@ -310,10 +310,8 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Kind[Any
     return kind, tracks
 
 
-def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[TextTask, Sequence[TextExample]]:
-    """Return a task of single texts or pairs in one language, and its training examples.
-
-    The progress says how many texts of a task of one's own are trained on and scored.
+def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[TextTask, Track[TextExample]]:
+    """Return a task of single texts or pairs in one language, and its examples.
 
     Args:
         config: where its data are.
@@ -329,11 +327,7 @@ def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Text
     kind, tracks = (None, []) if known and not is_served else _whole_task(config, name, session)
     if kind is None or not isinstance(kind.task, TextTask):
         raise InvalidConfigError(f"--task {name}: take a task of single texts or pairs in one language.")
-    (track,) = tracks
-    if is_own_task(name):
-        train, dev = ([each.texts for each in some] for some in (track.train, *track.dev.values()))
-        note_overlap(Path(name), train, dev, note=session.progress.note)
-    return kind.task, track.train
+    return kind.task, tracks[0]
 
 
 def _whole_task(

@@ -93,12 +93,13 @@ class OtherTokenizer(StudentTokens):
 
     @property
     def left_out(self) -> int | None:
-        """Id of the cache's for words that its tokenizer does not know, which texts are then without.
+        """Id of the cache's unknown token. Texts that are written from ids lack the words that it stands for.
 
-        None means that it knows all words.
+        None means that there is no such token, or that it stands at the ends of texts, too.
         """
-        number = self._cached.unk_token_id
-        return None if number is None else int(number)
+        names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+        number, at_ends = self._cached.unk_token_id, {getattr(self._cached, name) for name in names}
+        return None if number is None or number in at_ends else int(number)
 
     def check_places(self, *, reads_texts: bool) -> None:
         """Raise InvalidConfigError: the other tokenizer's tokens have other places."""

@@ -206,14 +206,14 @@ class BatchReader:
         """Yield the first `max_sequences` held-out sequences, in order.
 
         Where pairs of a query are compared, a query's pairs are in one batch, however many they are, so that
-        losses do not depend on the size of batches.
+        losses do not depend on the size of batches. A last query that has further pairs is left out.
         """
         manifest = self._cache.manifest
         last = min(manifest.num_train + max_sequences, manifest.num_sequences)
         held_out = range(manifest.num_train, last)
         if self._pair is None or not self._wanted.groups:
             return self.batches_of(held_out, batch_size)
-        return self._batches(self._whole_queries(np.arange(held_out.start, last), self._pair, batch_size))
+        return self._batches(self._whole_queries(held_out, self._pair, batch_size))
 
     def batches_of(self, sequences: range, batch_size: int) -> Iterator[StudentBatch]:
         """Yield sequences in order, as the first epoch reads them."""
@@ -223,24 +223,27 @@ class BatchReader:
     def _batches(self, batches: Iterable[npt.NDArray[np.int64]]) -> Iterator[StudentBatch]:
         segments: dict[int, Segment] = {}
         for numbers in batches:
-            segments = self._segments_with(numbers, segments)
+            segments = {n: segments.get(n) or self._read(n) for n in self._segments_of(numbers)}
             yield self._decode(self._gather([(segments, numbers, 0)]))
 
-    def _segments_with(
-        self, numbers: npt.NDArray[np.int64], known: Mapping[int, Segment]
-    ) -> dict[int, Segment]:
-        """Return the segments that hold sequences; those that are not known are read."""
-        wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
-        return {n: known.get(n) or self._read(n) for n in wanted}
+    def _segments_of(self, numbers: npt.NDArray[np.int64]) -> set[int]:
+        """Return the numbers of the segments that hold sequences."""
+        return {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
 
     def _whole_queries(
-        self, numbers: npt.NDArray[np.int64], pair: PairTemplate, batch_size: int
+        self, sequences: range, pair: PairTemplate, batch_size: int
     ) -> Iterator[npt.NDArray[np.int64]]:
         """Yield pairs in batches of whole queries: as many as `batch_size` has room for, but at least one."""
-        queries = _queries(self._segments_with(numbers, {}), numbers, pair)
+        reader, num_all = self._cache.reader, self._cache.manifest.num_sequences
+        numbers = np.arange(sequences.start, min(sequences.stop + 1, num_all))
+        segments = {n: reader.segment(n, []) for n in self._segments_of(numbers)}  # their tokens alone
+        with naming(reader):
+            for segment in segments.values():
+                refuse_no_pairs(segment, pair)
+        queries = _queries(segments, numbers, pair)
         groups = [numbers[queries == query] for query in range(queries.max() + 1)]
-        if numbers[-1] + 1 < self._cache.manifest.num_sequences:  # the last query may go on
-            groups = groups[:-1] or groups
+        if len(numbers) > len(sequences):  # the pair behind them says whether the last query goes on
+            groups = groups[:-1] or [numbers[:-1]]
         batch: list[npt.NDArray[np.int64]] = []
         for group in groups:
             if batch and sum(map(len, batch)) + len(group) > batch_size:

@@ -14,9 +14,12 @@ from minilm_cache.settings import OF_TEXTS, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.train.card import cached_tokenizer, student_prompts
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.wording import counted
 
 _LOOKED_AT: Final = 1024
 """Sequences, the last ones of a cache, in which unknown tokens are counted."""
+_LEAST_SHARE: Final = 1e-4
+"""Least share of unknown tokens that is written out."""
 
 
 def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
@@ -85,9 +88,11 @@ def unread_in_words(tokens: StudentTokens | None, cache: Cache) -> list[str]:
     share = float(np.mean(ids == tokens.left_out))
     if not share:
         return []
+    said = f"{share:.2%}" if share >= _LEAST_SHARE else "less than 0.01%"
     return [
-        f"{share:.2%} of this cache's tokens are words that its tokenizer does not know. Students of this "
-        "donor learn from texts without these words, and held-out losses are of such texts"
+        f"{said} of the tokens in this cache's last {counted(len(looked_at), 'sequence')} are words that its "
+        "tokenizer does not know. Students of this donor learn from texts without these words, and held-out "
+        "losses are of such texts"
     ]
 
 

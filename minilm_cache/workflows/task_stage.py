@@ -18,9 +18,11 @@ from minilm_cache.dump.augment import augment
 from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CorpusError, IdentityMismatchError, first_line
-from minilm_cache.evaluate.examples import TextExample, sample_examples
+from minilm_cache.evaluate.examples import TextExample, Track, sample_examples
 from minilm_cache.evaluate.models import find_models
+from minilm_cache.evaluate.own_task import note_overlap
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
+from minilm_cache.evaluate.settings import is_own_task
 from minilm_cache.evaluate.texts import TextKind, class_order, classes_of
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import read_config
@@ -86,8 +88,8 @@ def run_task_stage(
     assert config.task is not None
     shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
     evaluating = evaluation_of(config, {**shared, "revision": dump.get("revision")})
-    task, examples = text_task(evaluating, config.task, session)
-    examples = _with_text(sample_examples(examples, config.max_train), config.task, session)
+    task, track = text_task(evaluating, config.task, session)
+    examples = _learned(config, track, session)
     teacher = str(dump["teacher"])
     for model in find_models([teacher], dump.get("revision"), note=session.progress.note):
         TextKind(task).as_tuned(model, evaluating)  # refuses one of other classes before anything is made
@@ -119,12 +121,13 @@ def run_task_stage(
     return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
 
 
-def _with_text(examples: Sequence[TextExample], name: str, session: Session) -> Sequence[TextExample]:
-    """Return the examples whose texts are not empty, of which a teacher has nothing to read.
+def _learned(config: TaskStageConfig, track: Track[TextExample], session: Session) -> Sequence[TextExample]:
+    """Return the examples to learn from, without empty texts, of which a teacher has nothing to read.
 
     Raises:
         CorpusError: all are empty.
     """
+    name, examples = str(config.task), sample_examples(track.train, config.max_train)
     kept = [example for example in examples if all(text.strip() for text in example.texts)]
     if not kept:
         raise CorpusError(f"--task {name}: no example has a text. Name other columns, or give other data.")
@@ -132,6 +135,9 @@ def _with_text(examples: Sequence[TextExample], name: str, session: Session) -> 
         session.progress.note(
             f"{lacking:,} of {len(examples):,} examples have an empty text and are left out"
         )
+    if is_own_task(name):
+        learned, scored = ([each.texts for each in some] for some in (kept, *track.dev.values()))
+        note_overlap(Path(name), learned, scored, note=session.progress.note)
     return kept
 
 

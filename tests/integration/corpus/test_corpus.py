@@ -50,11 +50,18 @@ def test_every_format_gives_what_was_written(tmp_path: Path, ending: str) -> Non
 
 
 def test_a_cache_and_a_run_are_no_texts(world: World, command: Command) -> None:
-    cache, run = world.dump().path, world.train("run").path
-    for folder, what in ((cache, "It is a cache"), (run, "It is a run")):
-        says = (f"corpus {folder} is no text", what)
+    """Nor are folders around them; a name alone says nothing."""
+    cache, run, around = world.dump().path, world.train("run").path, world.root
+    (run / "notes.txt").write_text("ba be")
+    for folder, found, what in ((cache, cache, "a cache"), (run, run, "a run"), (around, cache, "a cache")):
+        says = (f"corpus {folder}: {found} holds no texts", f"It is {what}")
         words = ("dump", "--teacher", world.teacher, "--corpus", folder, "--out", world.root / "out")
         command.fails(*words, code=1, says=says)
+    for name in ("run.json", "search.json", "manifest.json"):
+        (world.root / "texts").mkdir(exist_ok=True)
+        (world.root / "texts" / name).write_text("{}")
+    (world.root / "texts/a.txt").write_text("ba be")
+    assert load_corpus(str(world.root / "texts")).identity.num_documents == 1
 
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:

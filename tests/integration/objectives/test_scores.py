@@ -216,6 +216,18 @@ def test_a_document_of_a_query_counts_once_however_the_query_is_written(world: W
     assert sorted(found) == sorted([*expected, *((row["query"], "ba ba") for row in rows)])
 
 
+def test_held_out_batches_are_whole_queries_and_a_last_one_that_goes_on_is_left_out(world: World) -> None:
+    write_groups(world.corpus, 100, wrong=3)
+    cache = open_cache(world.dump(**GROUPS).path)
+    assert cache.manifest.num_held_out >= 8
+    wanted = choose_objective(settings(LISTWISE), cache, arch=("1x16",)).wanted
+    reader = BatchReader(cache, wanted, pad_token=0, device=CPU)
+    read = {
+        most: [len(batch.inputs.ids) for batch in reader.held_out_batches(5, most)] for most in (3, 4, 7, 8)
+    }
+    assert read == {3: [3], 4: [4], 7: [4], 8: [4, 4]}
+
+
 def test_batches_hold_queries_with_their_documents(world: World) -> None:
     cache = open_cache(world.dump(**GROUPS, shard_tokens=512).path)
     config = settings(LISTWISE, batch_size=16, batches="by-query")

@@ -1,6 +1,7 @@
 """The task stage as one command: from a fine-tuned teacher and a task's texts to students that are scored."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,7 @@ def test_scored_texts_that_are_also_learned_from_are_counted(tmp_path: Path, com
     code, _, err = command(*words, "--out", tmp_path / "stage", *SHORT, "--steps", 1)
     assert code == 0, err
     assert "train.csv: 3 of the 5 texts that are scored are also trained on" in err
+    (tmp_path / "dev.csv").write_text("\n".join(["text,label", *rows[:39]]) + "\n")
+    code, _, err = command(*words, "--max-train", 9, "--out", tmp_path / "few", *SHORT, "--steps", 1)
+    assert code == 0, err
+    assert re.search(r"train.csv: [89] of the 39 texts that are scored are also trained on", err)
