@@ -229,11 +229,14 @@ def embeddings(given: Given, *, models: ComparedModelsArgument, json: JsonOption
     if config.judged is not None:
         refuse_no_own_data(config)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
-    from minilm_cache.evaluate.retrieval import compare_retrieval  # noqa: PLC0415 - imports what that does
 
     with quiet_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
-        found = [] if config.judged is None else compare_retrieval(config, models, session=session)
+        found = []
+        if config.judged is not None:
+            from minilm_cache.evaluate.retrieval import compare_retrieval  # noqa: PLC0415 - needs an extra
+
+            found = compare_retrieval(config, models, session=session)
     if json:
         own = {"retrieval": found, "max_length": config.max_length}
         print_json({"models": scores} | (own if found else {}))

@@ -248,7 +248,7 @@ class CachedSequence(Described):
 
 @contextmanager
 def naming(reader: CacheReader) -> Iterator[None]:
-    """Name the cache in errors of its content, which several caches may be read for."""
+    """Name the cache in errors about its content, since a command may read several caches."""
     try:
         yield
     except CacheCorruptError as error:

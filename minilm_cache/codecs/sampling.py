@@ -94,7 +94,7 @@ def _table(ratio: float, device: torch.device) -> Tensor:
 
 @functools.cache
 def _pair_table(ratio: float) -> npt.NDArray[np.float32]:
-    """Return the sum of the weights of any two codes, `(65536,)`; the second one is 256 times as much."""
+    """Return the sum of the weights of two codes, `(65536,)`, at the first code plus 256 times the second."""
     weights = np.pad(_table(ratio, torch.device("cpu")).numpy(), (0, 1))
     sums: npt.NDArray[np.float32] = np.add.outer(weights, weights)
     return sums.ravel()

@@ -221,7 +221,9 @@ class ShardJob:
         return Arrival(wanted)
 
     def _read_and_encode(self, inputs: Inputs, numbers: list[int]) -> tuple[list[LayerRelations], list[Rows]]:
-        """Run the teacher on a batch, which is on the CPU, and encode its relations and states.
+        """Run the teacher on sequences, which are given on the CPU, and encode its relations and states.
+
+        What is drawn depends on `numbers`, the sequences' numbers in the cache.
 
         Returns:
             Signals of the layers whose relations are written, and the rows of each codec and masked reading.

@@ -74,7 +74,10 @@ class Round(_Document):
 
 
 class _Asked(BaseModel):
-    """What is said about a search's settings; all of them are in its record, to be compared."""
+    """The settings of a search that its page and its messages name.
+
+    The record holds all settings, so that they can be compared.
+    """
 
     model_config = ConfigDict(frozen=True)
     max_latency_ms: _Milliseconds | None

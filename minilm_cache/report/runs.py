@@ -386,9 +386,10 @@ def cautions(runs: Sequence[TrainedRun]) -> list[str]:
         )
     if rounded := _rounded_otherwise(runs):
         lines.append(
-            f"Caches have rounded what students of {some_of(rounded)} learn more or less closely "
-            "(--max-error, --min-cosine). Losses to what caches hold cannot be compared. Scores can, and "
-            "cosines to a teacher that runs again (--teacher)."
+            f"Caches hold what students of {some_of(rounded)} learn, rounded within different bounds "
+            "(--max-error, --min-cosine). Losses to what caches hold cannot be compared with each other. "
+            "Scores can be, and so can cosines to the teacher's own vectors (in a study, or in a report with "
+            "--teacher)."
         )
     worse = [
         f"{arch} of {run.label}"

@@ -15,7 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-from xxhash import xxh3_128_hexdigest as xxh3  # fast enough for every read, no shield against tampering
+from xxhash import (
+    xxh3_128_hexdigest as xxh3,
+)  # It is fast enough for every read, and not safe against tampering.
 
 from minilm_cache.errors import CacheCorruptError, StorageError, first_line
 from minilm_cache.storage_schema.documents import FileDigest

@@ -152,7 +152,7 @@ class MirrorReader(CacheReader):
     def _make_room(self, fetched: int) -> None:
         """Remove the shards that were used least recently, if those that are kept may exceed the limit.
 
-        Since the last call, `fetched` bytes were fetched.
+        `fetched` is the number of bytes that were fetched since the last call.
         """
         self._room -= _SHARERS * fetched
         if self._room > 0:

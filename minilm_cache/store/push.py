@@ -95,7 +95,7 @@ def _finish(
 ) -> tuple[CacheManifest, bool]:
     """Write the manifest, with the files that only the store has, and return it and whether it is another.
 
-    Files that the store's manifest names, `named`, keep their order.
+    `named` are the files that the store's manifest names; they keep its order.
     """
     content, whole = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES), manifest
     if named.keys() - manifest.files.keys():

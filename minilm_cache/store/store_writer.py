@@ -62,7 +62,8 @@ class StoreWriter(CacheWriter):
         target: RemoteFolder,
         ranges: ShardRanges,
         attachments: Mapping[str, bytes],
-        **others: None,
+        tokens_of: None = None,
+        parts_of: None = None,
     ) -> None:
         """Begin the dump, or join the one that has begun.
 
@@ -72,12 +73,13 @@ class StoreWriter(CacheWriter):
             target: folder of the cache in the store.
             ranges: sequences and tokens of each shard.
             attachments: content of files outside the arrays: path below the root to bytes.
-            others: `tokens_of` and `parts_of`, always None, since a store links no files of other caches.
+            tokens_of: None, since no files of other caches are linked in a store.
+            parts_of: None for the same reason.
 
         Raises:
             OtherBeginningError: another process was first.
         """
-        del others
+        del tokens_of, parts_of
         super().__init__(root, manifest, ranges=ranges, attachments=attachments)
         self._target = target
         self._leases = Leases(target.below(CLAIMS))
@@ -265,14 +267,20 @@ class StoreWriter(CacheWriter):
             return {n: content for n, content in zip(shards, contents, strict=True) if content is not None}
 
     def _lost(self, records: Mapping[int, bytes]) -> set[int]:
-        """Return the committed shards whose files have gone; files that are only staged are put in place."""
+        """Return the committed shards whose files have gone; files that are only staged are put in place.
+
+        Args:
+            records: number of each shard to its record.
+        """
         stored = self._target.sizes()
         return {shard for shard, record in records.items() if not self._is_whole(record, stored)}
 
     def _is_whole(self, record: bytes, stored: Mapping[str, int]) -> bool:
         """Return whether a shard's files have their sizes, after putting in place what is only staged.
 
-        Sizes of all files of the cache in the store, `stored`, are in bytes.
+        Args:
+            record: commit record of the shard.
+            stored: sizes of all files of the cache in the store, in bytes.
         """
         try:
             files = parse(CommitRecord, record, self._target.url).files

@@ -155,7 +155,11 @@ class Ranks:
             PartialState().wait_for_everyone()
 
     def refuse_difference(self, beginning: str) -> None:
-        """Raise InvalidConfigError if students begin with something else in another process."""
+        """Raise InvalidConfigError if `beginning` differs between processes.
+
+        Args:
+            beginning: name of the weights that students begin with.
+        """
         if self.size > 1 and len(set(gather_object([beginning]))) > 1:
             raise InvalidConfigError(
                 "the processes of this run differ in what students begin with: the teacher's weights are on "

@@ -186,8 +186,9 @@ def _dump(
 ) -> None:
     """Dump a stage's teacher, together with the other processes of torchrun.
 
-    Stages before, whose results are `done`, are only waited for. A `cache_store` of None means that
-    everything is dumped.
+    `done` are the results of the stages before; they are only waited for. `first` is the folder of the first
+    dump. Without a `cache_store` to pull from, everything is dumped. The session's `should_stop` is called
+    before each batch.
     """
     del done
     dump_cache(
@@ -237,8 +238,8 @@ def _finish(
 ) -> ChainRecord:
     """Compare every student with the first teacher, and write the record and the report.
 
-    Stages, whose results are `done`, are only waited for. The first process of torchrun compares, and the
-    others read its record. A stop is not asked for, since what is measured takes seconds.
+    `done` are the results of all stages; they are only waited for. The first process of torchrun compares,
+    and the others read its record. The session's `should_stop` is not called, since this takes seconds.
     """
     del done
     if not ranks.is_first:

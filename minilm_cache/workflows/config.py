@@ -295,7 +295,13 @@ def vocabularies_of(config: SearchConfig) -> list[str | None]:
 
 @contextmanager
 def about(option: str, own: str, count: int = -1) -> Iterator[None]:
-    """Name a search's own option where errors name one of training, in the first `count` places (-1: all)."""
+    """Replace the name of an option of training by a search's own in error messages.
+
+    Args:
+        option: name of the option of training.
+        own: what stands for it.
+        count: places where it is replaced, from the left. -1 means all.
+    """
     try:
         yield
     except InvalidConfigError as error:

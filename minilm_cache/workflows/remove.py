@@ -86,7 +86,7 @@ def _is_cache(path: Path) -> bool:
 def _has_record(files: Iterable[str], read: Callable[[str], bytes]) -> bool:
     """Return whether files are those of a cache, whose record may be damaged.
 
-    Names of files are relative to their folder.
+    `files` are the names of all files, relative to their folder; `read` returns the content of one.
     """
     names = set(files)
     for record in _BESIDE.keys() & names:

@@ -297,7 +297,10 @@ def _read(out: Path, space: SearchSpace) -> SearchRecord | None:
         what = f"which differs in {', '.join(differing)}" if differing else "of another cache"
         raise IdentityMismatchError(f"{out} holds another search, {what}. Choose another --out.")
     if {each.name for each in record.candidates} != space.shapes.keys():
-        raise IdentityMismatchError(f"{out} has other shapes than this search. Choose another --out.")
+        raise IdentityMismatchError(
+            f"{out} was begun with other shapes than these settings now give, perhaps by another release. "
+            "Choose another --out."
+        )
     return record
 
 

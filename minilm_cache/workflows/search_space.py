@@ -278,7 +278,8 @@ def _draw_all(model: PreTrainedModel) -> None:
 def _archs(config: SearchConfig, source: PreTrainedConfig, *, heads: int) -> dict[str, tuple[int, int]]:
     """Return the layers and the width of all shapes, by the value of `--arch`.
 
-    Students are cut from `source`, and usual widths divide into `heads`.
+    `source` is the configuration of the model that students are cut from. Widths that are not given are those
+    that `heads` divides.
 
     Raises:
         InvalidConfigError: a value is none, or no embeddings are narrower than a shape.

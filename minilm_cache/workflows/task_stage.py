@@ -144,7 +144,7 @@ def _learned(config: TaskStageConfig, track: Track[TextExample], session: Sessio
 def _check_training(training: TrainConfig, dump: DumpConfig, *, begun: str | None) -> None:
     """Check the settings of the training, and of the dump before it, before texts are written.
 
-    Students go on from the run that `begun` names, if it names one.
+    `begun` is the run whose students are trained further. None means that students begin anew.
     """
     check_parts(training)
     config = read_config(locate_teacher(dump.teacher, dump.revision, without_weights=True).folder)

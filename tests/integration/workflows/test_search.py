@@ -433,7 +433,7 @@ def test_stopped_twice_it_ends_as_undisturbed(cache: Path, tmp_path: Path) -> No
         with pytest.raises(IdentityMismatchError, match="is damaged"):
             read_search(file.parent)
     file.write_text(json.dumps({**record, "candidates": [first], "rounds": []}))
-    with pytest.raises(IdentityMismatchError, match="has other shapes than this search"):
+    with pytest.raises(IdentityMismatchError, match="was begun with other shapes than these settings"):
         run("whole")
 
 
