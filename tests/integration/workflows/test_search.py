@@ -47,6 +47,14 @@ def found(command: Command, cache: Path, out: Path, *words: object) -> dict[str,
     return result
 
 
+def exported_bytes(command: Command, student: str, out: Path, *words: object) -> int:
+    """Return the bytes of the ONNX file that `export-model` writes of a student."""
+    ship = ("export-model", student, "--onnx", "--out", out, "--texts", 8, "--max-length", 32, "--json")
+    code, printed, err = command(*ship, *words)
+    assert code == 0, err
+    return int(json.loads(printed)["num_bytes"])
+
+
 def sizes(arch: str) -> tuple[int, int, int]:
     """Return layers, width and feed-forward size of a shape."""
     shape, _, ffn = arch.partition(":ff")
@@ -276,19 +284,8 @@ def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, c
     sizes = {each["arch"]: each["num_bytes"] for each in result["candidates"]}
     assert sizes["2x32:ff64"] - sizes["1x32:ff64"] + 4 * 32 * 8 * 32 > 4 * 2 * 32 * 6 * 32
     assert result["teacher_latency_ms"] > 0
-    ship = (
-        "export-model",
-        result["student"],
-        "--onnx",
-        "--out",
-        tmp_path / "shipped",
-        "--texts",
-        8,
-        "--json",
-    )
-    code, printed, err = command(*ship, "--max-length", 32)
-    assert code == 0, err  # what the search has measured is what is written in the end
-    assert json.loads(printed)["num_bytes"] == sizes[result["winner"]]
+    # What the search has measured is what is written in the end.
+    assert exported_bytes(command, result["student"], tmp_path / "shipped") == sizes[result["winner"]]
 
 
 def test_the_bytes_of_a_cross_encoder_are_those_of_its_export(tmp_path: Path, command: Command) -> None:
@@ -301,20 +298,9 @@ def test_the_bytes_of_a_cross_encoder_are_those_of_its_export(tmp_path: Path, co
     code, out, err = command("search", cache, *shapes, *recipe, "--out", tmp_path / "out", "--json")
     assert code == 0, err
     result = json.loads(out)
-    ship = (
-        "export-model",
-        result["student"],
-        "--onnx",
-        "--out",
-        tmp_path / "shipped",
-        "--texts",
-        8,
-        "--json",
-    )
-    code, printed, err = command(*ship, "--max-length", 32, "--min-cosine", 0)
-    assert code == 0, err
     (candidate,) = result["candidates"]
-    assert json.loads(printed)["num_bytes"] == candidate["num_bytes"]
+    written = exported_bytes(command, result["student"], tmp_path / "shipped", "--min-cosine", 0)
+    assert written == candidate["num_bytes"]
 
 
 def test_the_page_says_what_became_of_each_shape(cache: Path, tmp_path: Path, command: Command) -> None:
