@@ -50,6 +50,7 @@ from minilm_cache.report.tables import (
     known_scores,
     measured_text,
     measures,
+    of_several_codecs,
     row_names,
     students_table,
     summary_table,
@@ -199,7 +200,7 @@ def _student_values(
             run.name: run.cache.manifest.labels.teacher for run in runs if not run.is_compared_with_own
         },
         "num_students": sum(len(run.students) for run in runs),
-        "cautions": cautions(runs),
+        "cautions": [*cautions(runs), *of_several_codecs(students)],
         "students": summary.to_pylist(),
         "names": {name: NAMES[name] for name in differing},
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
@@ -387,5 +388,5 @@ def report_runs(
         remarks=remarks,
         searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
-    said = (*cautions(runs), *(f"{line}." for line in remarks))
+    said = (*cautions(runs), *of_several_codecs(students), *(f"{line}." for line in remarks))
     return ReportResult(report=report, students=students, cautions=said)

@@ -369,9 +369,26 @@ def _held_out(run: TrainedRun, teacher: Teacher | None) -> tuple[_Kls, dict[str,
         kls = _live(run, teacher, run.objective)
         return kls, _common(kls) or _common(_live(run, teacher, run.common_objective)), "teacher"
     target = run.record.students[0].target
-    has_kls = run.is_compared_with_own and run.record.identity.spec.is_relational
+    # A run has recorded one figure for all layers that it compared: only that of the last one is comparable.
+    is_of_last = run.record.identity.layer_map == "last"
+    has_kls = run.is_compared_with_own and run.record.identity.spec.is_relational and is_of_last
     recorded = {student.arch: student.held_out_after for student in run.students if has_kls}
     return recorded, _common(recorded), target
+
+
+def of_several_codecs(students: pa.Table) -> list[str]:
+    """Return a caution where KLs to rows that several codecs have stored stand side by side, or nothing."""
+    codecs: dict[str, set[str]] = {}
+    for row in students.to_pylist():
+        if row["kl_sum"] is not None and row["kl_to"] != "teacher":
+            codecs.setdefault(row["objective"], set()).add(row["codec"])
+    several = [objective for objective, found in codecs.items() if len(found) > 1]
+    if not several:
+        return []
+    return [
+        f"KLs of {some_of(several)} are to rows that several codecs have stored more or less closely, and "
+        "cannot be compared with each other. Give --teacher: KLs are then to the teacher itself."
+    ]
 
 
 def _live(run: TrainedRun, teacher: Teacher, objective: Objective) -> _Kls:

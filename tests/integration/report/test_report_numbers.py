@@ -213,3 +213,29 @@ def test_split_heads_have_no_attention(words: World, tmp_path: Path) -> None:
 
     assert [one.kind for one in found] == [RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE]
     assert all(len(one.heads) == 8 for one in found)
+
+
+def test_kls_to_rows_of_several_codecs_and_of_several_layers_are_no_figures_to_compare(
+    world: World, command: Command
+) -> None:
+    """A caution names the objective; without the teacher, a run of all layers has no KL of the last one."""
+    caches = {
+        "one": world.dump("one", codec="vectors", layers="all").path,
+        "two": world.dump("two", codec="vectors", max_kl=0.15).path,
+    }
+    runs = []
+    for name, cache, layers in (("one", "one", "last"), ("two", "two", "last"), ("all", "one", "all")):
+        words = ("train", caches[cache], "--arch", "2x16", "--init", "random", "--steps", 2)
+        runs.append(world.root / name / "run")
+        code, _, err = command(*words, "--layer-map", layers, "--out", runs[-1])
+        assert code == 0, err
+    found = {}
+    for given in ((), ("--teacher", world.teacher)):
+        page = ("report", *runs, "--out", world.root / "page.html", "--json")
+        code, out, err = command(*page, *given)
+        assert code == 0, err
+        found[bool(given)] = json.loads(out)
+    says = "KLs of minilm are to rows that several codecs have stored"
+    assert [any(says in line for line in found[live]["cautions"]) for live in (False, True)] == [True, False]
+    kls = {live: [row["kl_sum"] is None for row in found[live]["students"]] for live in found}
+    assert kls == {False: [False, False, True], True: [False, False, False]}
