@@ -208,21 +208,19 @@ def _print(result: "DumpResult", config: DumpConfig) -> None:
     if manifest.complete and objective is not None:
         teacher = manifest.identity.teacher
         arch = f"{max(1, teacher.num_layers // 2)}x{teacher.hidden_size}"
-        if objective.endswith("mobilebert"):  # its students are as deep
+        if objective == "mobilebert":  # its students are as deep
             arch = f"{teacher.num_layers}x{teacher.hidden_size}:b{teacher.hidden_size // 4}"
-        place = shlex.quote(result.place)
-        print_pairs({"next": f"minilm-cache train {place} --arch {arch}{objective}"})
+        option = "" if objective == "minilm" else f" --objective {objective}"
+        print_pairs({"next": f"minilm-cache train {shlex.quote(result.place)} --arch {arch}{option}"})
 
 
 def _served(manifest: CacheManifest, config: DumpConfig) -> str | None:
-    """Return the option of an objective that a cache surely serves. None means that no one is sure."""
+    """Return an objective that a cache surely serves. None means that none does for sure."""
     if config.serve:
-        first = next((name for name in config.serve if name in COMPARING), config.serve[0])
-        return "" if first == "minilm" else f" --objective {first}"
+        return next((name for name in config.serve if name in COMPARING), config.serve[0])
     identity = manifest.identity
     if identity.num_classes is not None:
-        answers = "score" if identity.num_classes == 1 else "tinybert-prediction"
-        return f" --objective {answers}"
+        return "score" if identity.num_classes == 1 else "tinybert-prediction"
     if identity.has_relations:
-        return ""
-    return " --objective embedding" if identity.pooled is not None else None
+        return "minilm"
+    return "embedding" if identity.pooled is not None else None

@@ -105,7 +105,8 @@ _OURS: Final = (("manifest.json", "zarr.json"), ("run.json", "students"), ("sear
 
 def _refuse_ours(path: Path, files: Sequence[Path]) -> None:
     """Raise CorpusError for files of caches, runs and searches: this program wrote them, and not as texts."""
-    folders = {parent for file in files for parent in file.parents if parent.is_relative_to(path)}
+    holding = {file.parent for file in files}  # few beside files: paths are slow to compare
+    folders = {each for folder in holding for each in (folder, *folder.parents) if each.is_relative_to(path)}
     for folder in sorted(folders):
         if any(all((folder / name).exists() for name in names) for names in _OURS):
             raise CorpusError(f"corpus {path}: {folder} holds no texts.{described_otherwise(folder)}")

@@ -80,8 +80,8 @@ class _Asked(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
-    max_latency_ms: _Milliseconds | None
-    speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    max_latency_ms: _Milliseconds | None = None
+    speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     pass_texts: int
     runtime: str
 

@@ -200,13 +200,18 @@ def _student_values(
             run.name: run.cache.manifest.labels.teacher for run in runs if not run.is_compared_with_own
         },
         "num_students": sum(len(run.students) for run in runs),
-        "cautions": [*cautions(runs), *of_several_codecs(students)],
+        "cautions": _cautions(runs, students),
         "students": summary.to_pylist(),
         "names": {name: NAMES[name] for name in differing},
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
+
+
+def _cautions(runs: Sequence[TrainedRun], students: pa.Table) -> list[str]:
+    """Return what readers of the table of students must know."""
+    return [*cautions(runs), *of_several_codecs(students)]
 
 
 def _teachers_row(
@@ -388,5 +393,5 @@ def report_runs(
         remarks=remarks,
         searches=[record for path in resolved if (record := read_search(path)) is not None],
     )
-    said = (*cautions(runs), *of_several_codecs(students), *(f"{line}." for line in remarks))
+    said = (*_cautions(runs, students), *(f"{line}." for line in remarks))
     return ReportResult(report=report, students=students, cautions=said)
