@@ -311,6 +311,8 @@ class ObjectiveConfig(ObjectiveFields):
                 flag = "--no-value-relation" if name == "value_relation" else option_of(name)
                 only = "them" if " and " in having else "it"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
+        if len(set(self.matryoshka)) < len(self.matryoshka):
+            raise ValueError("--matryoshka is given twice with one width")
         if self.also and self.matryoshka:
             raise ValueError("--matryoshka goes with the vectors of one teacher; leave out --also")
         if self.first_steps is not None and self.first is None:

@@ -101,8 +101,9 @@ STUDENTS: Final = pa.schema(
 )
 """One row for each student. `needed_bytes_per_token` is the part of the cache that its objective needs.
 
-`kl_sum` adds the relations that its objective learned, and `kl_common` those by which students of all
-objectives are compared: attention and value at the teacher's heads. `bytes_read` and `train_s` are those of
+`kl_sum` adds the KLs that the row has: those of the relations that its run recorded, or, where the teacher
+runs again, also of the value relation that `--no-value-relation` leaves out of the loss. `kl_common` adds
+those by which students of all objectives are compared: attention and value at the teacher's heads. `bytes_read` and `train_s` are those of
 the pass that it shared.
 """
 
