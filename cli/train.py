@@ -122,14 +122,12 @@ def _print(result: "TrainResult", place: str) -> None:
 
 def _end_if_worse(result: "TrainResult") -> None:
     """End with exit code 1 if students ended worse than they began."""
-    if worse := result.record.ended_worse(result.num_held_out):
+    if worse := result.worse_in_words:
         lr = result.record.identity.lr
         lower = min(lr / 5, TrainConfig.model_fields["lr"].default)
         print_error(
-            f"{', '.join(worse)} ended worse than with the weights that training began with "
-            f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and "
-            f"more --steps, a lower rate, like --lr {lower:g} instead of {lr:g}, or from more text; what "
-            f"was trained is kept in {result.path}."
+            f"{worse}. Train again with another --out and more --steps, a lower rate, like --lr {lower:g} "
+            f"instead of {lr:g}, or from more text; what was trained is kept in {result.path}."
         )
         raise typer.Exit(1)
 

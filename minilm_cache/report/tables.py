@@ -103,8 +103,8 @@ STUDENTS: Final = pa.schema(
 
 `kl_sum` adds the KLs that the row has: those of the relations that its run recorded, or, where the teacher
 runs again, also of the value relation that `--no-value-relation` leaves out of the loss. `kl_common` adds
-those by which students of all objectives are compared: attention and value at the teacher's heads. `bytes_read` and `train_s` are those of
-the pass that it shared.
+those by which students of all objectives are compared: attention and value at the teacher's heads.
+`bytes_read` and `train_s` are those of the pass that it shared.
 """
 
 

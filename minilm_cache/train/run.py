@@ -71,7 +71,7 @@ from minilm_cache.train.students import lost_students, refuse_other_weights
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
 from minilm_cache.train.vocabulary import held_out_coverage, unread_in_words
-from minilm_cache.wording import Made, Place, counted, number_text
+from minilm_cache.wording import Made, Place, counted, number_text, some_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -100,6 +100,20 @@ class TrainResult(Made):
                 f"{self.path} has no student {arch}. Its students: {', '.join(known) or 'none'}."
             )
         return RunFolder(path=self.path).student(arch)
+
+    @property
+    def worse_in_words(self) -> str | None:
+        """Which students ended worse than they began, in words. None means none, as far as one can tell."""
+        worse = self.record.ended_worse(self.num_held_out)
+        held_out = counted(self.num_held_out, "held-out sequence")
+        if not worse:
+            return None
+        return f"{some_of(worse)} ended worse than with the weights that training began with ({held_out})"
+
+    def note_worse(self, session: Session) -> None:
+        """Say which students ended worse than they began, before anything is made of them."""
+        if worse := self.worse_in_words:
+            session.progress.note(f"{worse}. A lower rate, or more steps, may help.")
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""

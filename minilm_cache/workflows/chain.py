@@ -218,11 +218,7 @@ def _train(config: ChainConfig, stage: Stage, *done: None, first: Path, session:
     settings = config.train.with_changes(
         arch=stage.arch, teacher_layer=layer, keep_checkpoints=config.train.keep_checkpoints or 0
     )
-    result = train_students(settings, stage.source, out=stage.path, session=session)
-    if worse := result.record.ended_worse(result.num_held_out):
-        session.progress.note(
-            f"{', '.join(worse)} ended worse than with the weights that training began with"
-        )
+    train_students(settings, stage.source, out=stage.path, session=session).note_worse(session)
 
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:

@@ -272,7 +272,7 @@ def _train(
     """Train a pass, and return whether a student has learned; if all diverge, the study goes on."""
     del dumped  # only waited for
     try:
-        train_students(config, cache, out=out, session=session)
+        train_students(config, cache, out=out, session=session).note_worse(session)
     except DivergedError as error:
         session.progress.note(f"{error} The study goes on without them.")
         return False

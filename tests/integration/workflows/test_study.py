@@ -352,6 +352,18 @@ def test_a_pass_whose_students_diverge_is_left_out(
     command.fails("study", document(world, seed=" [1]"), code=1, says="every student of")
 
 
+def test_a_pass_whose_students_end_worse_says_so_before_anything_is_made_of_them(
+    world: World, command: Command
+) -> None:
+    world.corpus.write_text("\n\n".join([world.corpus.read_text()] * 4))
+    changes = {"caches": "\n  coded: {codec: vectors, max_kl: 0.05}", "arch": " [1x16]", "seed": " [0]"}
+    train = "\n  steps: 6\n  batch_size: 4\n  lr: 1.0\n  device: cpu"
+    code, _, err = command("study", document(world, **changes, train=train, assistants=" [2x32]"))
+    assert code == 0, err
+    said = "2x32 ended worse than with the weights that training began with"
+    assert 0 < err.index(said) < err.index("cache coded-via-2x32")
+
+
 def test_a_moved_study_is_still_one(world: World, command: Command) -> None:
     path = document(world, seed=" [0]")
     command("study", path)
