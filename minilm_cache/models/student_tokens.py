@@ -113,32 +113,57 @@ class OtherTokenizer(StudentTokens):
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
         assert most is not None, "`check_places` refuses what is learned of tokens"
-        rows = [
-            row[:length].tolist() for row, length in zip(inputs.ids, inputs.lengths.tolist(), strict=True)
-        ]
-        if self._cached_pair is None:
-            encoded = self.tokenizer(self._texts(rows), truncation=True, max_length=most, verbose=False)
-            return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), self.pad_token)
-        assert self.pair is not None
-        parts = zip(*(texts_of_pair(np.array(row), self._cached_pair) for row in rows), strict=True)
+        rows = inputs.ids[inputs.valid].split(inputs.lengths.tolist())
+        writer = _Writer(self._cached, self._cached_pair)
+        return Inputs.of(writer.read_by(self.tokenizer, rows, most, pair=self.pair), self.pad_token)
+
+
+class _Writer:
+    """Writes the texts of sequences from the token ids of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, pair: PairTemplate | None) -> None:
+        self._tokenizer, self._pair = tokenizer, pair
+        # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
+        self._joins = isinstance(tokenizer.backend_tokenizer.decoder, decoders.WordPiece)
+
+    def read_by(
+        self,
+        own: PreTrainedTokenizerFast,
+        rows: Sequence[Int[Tensor, " _"]],
+        most: int | None,
+        *,
+        pair: PairTemplate | None,
+    ) -> list[Int[Tensor, " _"]]:
+        """Return sequences as a tokenizer reads their texts.
+
+        Args:
+            own: the tokenizer that reads.
+            rows: token ids of the sequences, by the tokenizer that writes.
+            most: most tokens of a sequence. None means no limit.
+            pair: what `own` puts around and between two texts. None means single texts.
+        """
+        if pair is None or self._pair is None:
+            is_cut = most is not None
+            read = own(self._texts(rows), truncation=is_cut, max_length=most, verbose=False)["input_ids"]
+            return list(map(torch.tensor, read))
+        parts = [texts_of_pair(row.numpy(), self._pair) for row in rows]
         firsts, seconds = (
-            self.tokenizer(self._texts(some), add_special_tokens=False, verbose=False)["input_ids"]
-            for some in parts
+            own(self._texts(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            for texts in zip(*parts, strict=True)
         )
-        before, between, after = self.pair.before, self.pair.between, self.pair.after
-        wholes = (
-            [*before, *first, *between, *second, *after]
+        wholes = [
+            torch.tensor([*pair.before, *first, *pair.between, *second, *pair.after])
             for first, second in zip(firsts, seconds, strict=True)
-        )
-        return Inputs.of(
-            [_cut(torch.tensor(whole), most, pair=self.pair) for whole in wholes], self.pad_token
-        )
+        ]
+        return wholes if most is None else [_cut(whole, most, pair=pair) for whole in wholes]
 
     def _texts(self, rows: Sequence[Any]) -> list[str]:
-        # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
-        joins = isinstance(self._cached.backend_tokenizer.decoder, decoders.WordPiece)
         return [
-            str(self._cached.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=joins))
+            str(
+                self._tokenizer.decode(
+                    row, skip_special_tokens=True, clean_up_tokenization_spaces=self._joins
+                )
+            )
             for row in rows
         ]
 
@@ -160,8 +185,9 @@ def _cut(
 class Vocabulary(StudentTokens):
     """The pieces that students have of a cache's tokenizer.
 
-    Lost pieces are spelled by others, and what becomes too long is cut as texts are in use; where tokens
-    have to keep their places, a lost piece is an unknown one.
+    A text with lost pieces is written from its token ids, and read as in use. Where that would not give these
+    ids back, because the text has unknown words, its lost pieces are spelled one by one, and what becomes too
+    long is cut. Where tokens have to keep their places, a lost piece is an unknown one.
     """
 
     def __init__(
@@ -184,7 +210,10 @@ class Vocabulary(StudentTokens):
         """
         self.pieces, self.kept = pieces, tuple(kept)
         self.tokenizer = pieces.trimmed(kept)
+        self.tokenizer.truncation_side = "right"
         self._num_after = num_after
+        self._cached_pair = pair
+        self._writer = _Writer(pieces.tokenizer, pair)
         self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
@@ -194,6 +223,8 @@ class Vocabulary(StudentTokens):
             self.pair = pair.model_copy(update=renumbered)
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
         self._has_lost = bool(lost)
+        self._is_lost = torch.zeros(pieces.size, dtype=torch.bool)
+        self._is_lost[lost] = True
         spelled = pieces.spelled(kept, lost) if lost else {}
         # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
         self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
@@ -230,6 +261,25 @@ class Vocabulary(StudentTokens):
         counts = self._count[ids]
         places = (self._first[ids] - counts.cumsum(0) + counts).repeat_interleave(counts)
         spelled = self._spelling[places + torch.arange(len(places))]
-        lengths = [int(part.sum()) for part in counts.split(inputs.lengths.tolist())]
-        rows = [_cut(row, most, pair=self.pair, num_after=self._num_after) for row in spelled.split(lengths)]
+        lengths = inputs.lengths.tolist()
+        rows = [
+            _cut(row, most, pair=self.pair, num_after=self._num_after)
+            for row in spelled.split([int(part.sum()) for part in counts.split(lengths)])
+        ]
+        cached = ids.split(lengths)
+        others = [number for number, row in enumerate(cached) if self._is_lost[row].any()]
+        if not others:
+            return Inputs.of(rows, self.pad_token)
+        for number, row in zip(
+            others, self._in_use([cached[number] for number in others], most), strict=True
+        ):
+            rows[number] = rows[number] if row is None else row
         return Inputs.of(rows, self.pad_token)
+
+    def _in_use(self, rows: Sequence[Int[Tensor, " _"]], most: int) -> list[Int[Tensor, " _"] | None]:
+        """Return texts as the students' tokenizer reads them; None where ids do not say what a text was."""
+        again = self._writer.read_by(self.pieces.tokenizer, rows, None, pair=self._cached_pair)
+        read = self._writer.read_by(self.tokenizer, rows, most, pair=self.pair)
+        return [
+            own if torch.equal(row, same) else None for row, same, own in zip(rows, again, read, strict=True)
+        ]

@@ -17,6 +17,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.student_tokens import OtherTokenizer, Vocabulary
 from minilm_cache.models.vocabulary import Pieces, trim_model
 from minilm_cache.settings import asked_vocabulary
+from minilm_cache.storage_schema.identity import PairTemplate
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 NAMES = {
@@ -142,9 +143,9 @@ def test_spelled_texts_are_cut_as_in_use(ending: str) -> None:
     wholes = [vocabulary.row(row, 512) for row in rows]
     assert any(len(whole) > 12 for whole in wholes)
     for line, row, whole in zip(lines, rows, wholes, strict=True):
-        if whole.tolist() == vocabulary.tokenizer(line)["input_ids"]:
-            used = vocabulary.tokenizer(line, truncation=True, max_length=12)["input_ids"]
-            assert vocabulary.row(row, 12).tolist() == used
+        assert whole.tolist() == vocabulary.tokenizer(line)["input_ids"]
+        used = vocabulary.tokenizer(line, truncation=True, max_length=12)["input_ids"]
+        assert vocabulary.row(row, 12).tolist() == used
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,9 +238,9 @@ def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
         own = spelled.ids[place, : spelled.lengths[place]]
         assert len(own) <= longest
         assert own[[0, -1]].tolist() == [0, 2]  # as the template has them
-        is_same = torch.isin(row, torch.tensor(vocabulary.kept)).all()
-        if is_same:
-            assert own.tolist() == vocabulary.tokenizer(lines[place])["input_ids"]
+        used = vocabulary.tokenizer(lines[place], truncation=True, max_length=longest)["input_ids"]
+        assert own.tolist() == used  # also where a longer piece stands across the end of a lost one
+        if torch.isin(row, torch.tensor(vocabulary.kept)).all():
             assert as_long.ids[place, : len(row)].tolist() == own.tolist()
     assert (spelled.ids[~spelled.valid] == vocabulary.tokenizer.pad_token_id).all()
 
@@ -283,6 +284,30 @@ def test_lost_pieces_that_keep_their_places_need_an_unknown_token(has_unknown: b
         return
     with pytest.raises(InvalidConfigError, match="this tokenizer has no unknown token"):
         some.check_places(reads_texts=False)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_a_longer_piece_across_the_end_of_a_lost_one_is_found_as_in_use(is_pair: bool) -> None:
+    """`ab ##c` without `ab` is `a ##bc`; spelled alone, `ab` would be `a ##b`."""
+    pieces = ["a", "##a", "b", "##b", "c", "##c", "##bc", "ab"]
+    names = {piece: number for number, piece in enumerate([*SPECIAL, *pieces])}
+    tokenizer = Tokenizer(models.WordPiece(names, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 0))
+    whole = Pieces(fast(tokenizer))
+    texts = ("abc b", "c abc") if is_pair else ("abc c",)
+    pair = PairTemplate(before=(0,), between=(2,), after=(2,), has_segments=True) if is_pair else None
+    row = whole.tokenizer(*texts)["input_ids"]
+    kept = [number for piece, number in names.items() if piece != "ab"]
+    vocabulary = Vocabulary(whole, whole.counts([np.array(row)]), kept, num_after=1, pair=pair)
+
+    own = vocabulary.row(torch.tensor(row), 20).tolist()
+    assert own == vocabulary.tokenizer(*texts)["input_ids"]
+    assert names["##bc"] in own
+    unknown = whole.tokenizer(*texts[:-1], "abc x")["input_ids"]  # nobody can write what is unknown
+    read = vocabulary.row(torch.tensor(unknown), 20).tolist()
+    assert names["<unk>"] in read
+    assert read[-4:] == [names["##b"], names["##c"], names["<unk>"], 2]
 
 
 def test_texts_that_are_written_from_word_pieces_have_their_signs_where_people_put_them() -> None:
