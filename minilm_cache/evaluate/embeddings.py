@@ -104,6 +104,12 @@ def compare_embeddings(
     device = choose_device(config.device)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, note=session.progress.note)
+    exported = [model.name for model in models if model.runtime is not None]
+    if config.save is not None and exported:
+        raise InvalidConfigError(
+            f"--save: {exported[0]} is a model that was exported, so it is saved already. Leave it out, or "
+            "leave --save out."
+        )
     paths = {model.name: _path(config, model) for model in models}
     tasks = _mteb_tasks(config.mteb)
     pairs = _pairs(config, session.progress.note)
@@ -293,9 +299,7 @@ class _ExportedTransformer(InputModule):
         return {**features, "token_embeddings": output.last_hidden_state.to(device)}
 
     def save(self, output_path: str, *_: object, **__: object) -> None:
-        raise InvalidConfigError(
-            f"--save {output_path}: a model that was exported is one already. Copy its folder."
-        )
+        raise NotImplementedError("`embedding_scores` refuses it")
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

@@ -224,9 +224,10 @@ def test_measured_by_every_command_that_measures_vectors(
     assert speeds[2]["num_bytes"] < speeds[1]["num_bytes"]
     weights = (world.teacher / "model.safetensors").stat().st_size
     assert speeds[0]["num_bytes"] == weights
-    command.fails(
-        "embeddings", *models, *data, "--save", tmp_path / "saved", code=2, says="was exported is one already"
-    )
+    saved = tmp_path / "saved"
+    command.fails("embeddings", *models, *data, "--save", saved, code=2, says="whole is a model that was exp")
+    assert not saved.exists()
+    command.fails("info", whole, code=1, says="It is an exported model: `speed`, `embeddings`")
     too_long = ("embeddings", *models[1:], "--retrieval", asked, "--max-length", 64)
     command.fails(*too_long, code=2, says="--max-length 64 is more than whole")
 
