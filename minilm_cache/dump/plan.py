@@ -181,9 +181,12 @@ def _measure(
 ) -> PlannedSetting:
     """Dump a sample of `sample` tokens with one setting, and scale what is measured to the whole corpus."""
     clock = TaskClock(session.progress)
-    # Several shards, so that writing one while the teacher runs on the next is timed, too.
-    shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
-    sampled = config.with_changes(max_tokens=sample, shard_tokens=max(shard_tokens, MIN_SHARD_TOKENS))
+    sampled = config
+    if sample < sequences.num_tokens:
+        # Several shards, so that writing one while the teacher runs on the next is timed, too.
+        shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
+        shard_tokens = max(shard_tokens, MIN_SHARD_TOKENS)
+        sampled = config.with_changes(max_tokens=sample, shard_tokens=shard_tokens)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         try:

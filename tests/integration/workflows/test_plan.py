@@ -54,6 +54,14 @@ def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> No
     assert found["free_bytes"] > found["teacher_bytes"]
 
 
+def test_a_sample_that_is_the_whole_text_takes_what_the_dump_takes(world: World) -> None:
+    config = world.config(codec="dense", max_length=32, shard_tokens=None)
+    planned = plan([config], 10**6, session=Session(world.home))
+    measured = world.dump(codec="dense", max_length=32, shard_tokens=None).manifest.measured
+    assert measured is not None
+    assert planned.settings[0].bytes_per_token == measured.bytes_per_token
+
+
 def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError, match="interrupted: a plan keeps nothing"):
