@@ -92,6 +92,41 @@ def _kls(relations: dict[str, float]) -> str:
     return ", ".join(f"{kind} {value:.3f}" for kind, value in relations.items())
 
 
+def dropouts() -> str:
+    """Return held-out KLs of students of relations with their teacher's dropout and without any."""
+    kls: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read("dropout")["rows"]:
+        of_student = kls.setdefault((row["training"], row["student"]), {})
+        of_student["before"] = sum(row["before"].values())
+        of_student[row["dropout"]] = sum(row["after"].values())
+    rows = []
+    for (training, arch), kl in kls.items():
+        cells = [f"{kl[name]:.3f}" for name in ("before", "teacher", "none")]
+        rows.append([training, f"`{arch}`", *cells, signed(kl["none"] / kl["teacher"])])
+    head = [
+        "students begin with",
+        "student",
+        "KL before training",
+        "with dropout",
+        "`--dropout none`",
+        "change",
+    ]
+    return table_of(head, rows)
+
+
+def assistants() -> str:
+    """Return KLs and scores of students of a base-sized teacher, directly and through an assistant."""
+    rows = []
+    for row in read("assistants")["rows"]:
+        learned = "the assistant" if "-via-" in row["cache"] else "the teacher"
+        kl = f"{row['kl_attention']:.3f} + {row['kl_value']:.3f}"
+        score = f"{row['sst2']:.1f} ± {row['sst2_stddev']:.1f}" if "sst2" in row else "-"
+        arch = row["arch"].removesuffix(":h12")
+        rows.append([f"`{arch}`", learned, f"{row['num_parameters']:,}", kl, score])
+    kl = "held-out KL to the teacher, attention + value, nats"
+    return table_of(["student", "learned from", "parameters", kl, "SST-2 dev, 3,000 examples"], rows)
+
+
 def head_starts() -> str:
     """Return KLs of students by shape and start, before and after training."""
     rows = short_starts()

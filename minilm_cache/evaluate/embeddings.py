@@ -299,7 +299,7 @@ class _ExportedTransformer(InputModule):
         return {**features, "token_embeddings": output.last_hidden_state.to(device)}
 
     def save(self, output_path: str, *_: object, **__: object) -> None:
-        raise NotImplementedError("`embedding_scores` refuses it")
+        raise NotImplementedError("`compare_embeddings` refuses it")
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

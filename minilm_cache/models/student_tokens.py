@@ -1,11 +1,10 @@
 """How students read the sequences of a cache, where their tokenizer is not that of its teacher.
 
-Either the tokenizer of another model reads the texts anew, or a trimmed one spells lost pieces by others.
+The tokenizer of another model reads all texts anew, a trimmed one those that have pieces which it lacks.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,58 +113,73 @@ class OtherTokenizer(StudentTokens):
         """Return sequences as students read them."""
         assert most is not None, "`check_places` refuses what is learned of tokens"
         rows = inputs.ids[inputs.valid].split(inputs.lengths.tolist())
-        writer = _Writer(self._cached, self._cached_pair)
-        return Inputs.of(writer.read_by(self.tokenizer, rows, most, pair=self.pair), self.pad_token)
+        texts = _Writer(self._cached, self._cached_pair).write(rows)
+        return Inputs.of(_read(self.tokenizer, texts, most, pair=self.pair), self.pad_token)
 
 
 class _Writer:
     """Writes the texts of sequences from the token ids of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, pair: PairTemplate | None) -> None:
-        self._tokenizer, self._pair = tokenizer, pair
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, pair: PairTemplate | None, *, keeps_unknown: bool = False
+    ) -> None:
+        """Write texts.
+
+        Args:
+            tokenizer: the tokenizer of the ids.
+            pair: what it puts around and between two texts. None means single texts.
+            keeps_unknown: whether its unknown token is written, too, for a tokenizer that reads it again.
+        """
+        self._tokenizer, self._pair, self._keeps_unknown = tokenizer, pair, keeps_unknown
+        self._around = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
         self._joins = isinstance(tokenizer.backend_tokenizer.decoder, decoders.WordPiece)
 
-    def read_by(
-        self,
-        own: PreTrainedTokenizerFast,
-        rows: Sequence[Int[Tensor, " _"]],
-        most: int | None,
-        *,
-        pair: PairTemplate | None,
-    ) -> list[Int[Tensor, " _"]]:
-        """Return sequences as a tokenizer reads their texts.
-
-        Args:
-            own: the tokenizer that reads.
-            rows: token ids of the sequences, by the tokenizer that writes.
-            most: most tokens of a sequence. None means no limit.
-            pair: what `own` puts around and between two texts. None means single texts.
-        """
-        if pair is None or self._pair is None:
-            is_cut = most is not None
-            read = own(self._texts(rows), truncation=is_cut, max_length=most, verbose=False)["input_ids"]
-            return list(map(torch.tensor, read))
+    def write(self, rows: Sequence[Int[Tensor, " _"]]) -> list[tuple[str, ...]]:
+        """Return the text of each sequence, or both texts of each pair."""
+        if self._pair is None:
+            return [(self._text(row.tolist()),) for row in rows]
         parts = [texts_of_pair(row.numpy(), self._pair) for row in rows]
-        firsts, seconds = (
-            own(self._texts(texts), add_special_tokens=False, verbose=False)["input_ids"]
-            for texts in zip(*parts, strict=True)
-        )
-        wholes = [
-            torch.tensor([*pair.before, *first, *pair.between, *second, *pair.after])
-            for first, second in zip(firsts, seconds, strict=True)
-        ]
-        return wholes if most is None else [_cut(whole, most, pair=pair) for whole in wholes]
+        return [(self._text(first.tolist()), self._text(second.tolist())) for first, second in parts]
 
-    def _texts(self, rows: Sequence[Any]) -> list[str]:
-        return [
-            str(
-                self._tokenizer.decode(
-                    row, skip_special_tokens=True, clean_up_tokenization_spaces=self._joins
-                )
+    def _text(self, ids: list[int]) -> str:
+        if self._keeps_unknown:
+            ids = [number for number in ids if number not in self._around]
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=not self._keeps_unknown, clean_up_tokenization_spaces=self._joins
             )
-            for row in rows
-        ]
+        )
+
+
+def _read(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[tuple[str, ...]],
+    most: int | None,
+    *,
+    pair: PairTemplate | None,
+) -> list[Int[Tensor, " _"]]:
+    """Return sequences as a tokenizer reads their texts.
+
+    Args:
+        tokenizer: the tokenizer that reads.
+        texts: the text of each sequence, or both texts of each pair.
+        most: most tokens of a sequence. None means no limit.
+        pair: what the tokenizer puts around and between two texts. None means single texts.
+    """
+    firsts = [each[0] for each in texts]
+    if pair is None:
+        read = tokenizer(firsts, truncation=most is not None, max_length=most, verbose=False)["input_ids"]
+        return list(map(torch.tensor, read))
+    sides = [
+        tokenizer(side, add_special_tokens=False, verbose=False)["input_ids"]
+        for side in (firsts, [each[1] for each in texts])
+    ]
+    wholes = [
+        torch.tensor([*pair.before, *first, *pair.between, *second, *pair.after])
+        for first, second in zip(*sides, strict=True)
+    ]
+    return wholes if most is None else [_cut(whole, most, pair=pair) for whole in wholes]
 
 
 def _cut(
@@ -185,9 +199,10 @@ def _cut(
 class Vocabulary(StudentTokens):
     """The pieces that students have of a cache's tokenizer.
 
-    A text with lost pieces is written from its token ids, and read as in use. Where that would not give these
-    ids back, because the text has unknown words, its lost pieces are spelled one by one, and what becomes too
-    long is cut. Where tokens have to keep their places, a lost piece is an unknown one.
+    A text with lost pieces is written from its token ids, and read as in use. Where the cache's tokenizer
+    would not give these ids back, for example of a text that was cut within a character, its lost pieces are
+    spelled one by one, and what becomes too long is cut. Where tokens have to keep their places, a lost piece
+    is an unknown one.
     """
 
     def __init__(
@@ -213,7 +228,7 @@ class Vocabulary(StudentTokens):
         self.tokenizer.truncation_side = "right"
         self._num_after = num_after
         self._cached_pair = pair
-        self._writer = _Writer(pieces.tokenizer, pair)
+        self._writer = _Writer(pieces.tokenizer, pair, keeps_unknown=True)
         self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
@@ -238,7 +253,7 @@ class Vocabulary(StudentTokens):
         if self._has_lost and reads_texts:
             raise InvalidConfigError(
                 "--vocab: pieces that students lack are read as unknown ones where single tokens are "
-                "learned, and are spelled by other pieces where whole texts are, as later in use. Learn one "
+                "learned, and are cut into other pieces where whole texts are, as later in use. Learn one "
                 "after the other (--first), or leave --vocab out and trim the student afterwards."
             )
         if self._has_lost and self.tokenizer.unk_token_id is None:
@@ -278,8 +293,9 @@ class Vocabulary(StudentTokens):
 
     def _in_use(self, rows: Sequence[Int[Tensor, " _"]], most: int) -> list[Int[Tensor, " _"] | None]:
         """Return texts as the students' tokenizer reads them; None where ids do not say what a text was."""
-        again = self._writer.read_by(self.pieces.tokenizer, rows, None, pair=self._cached_pair)
-        read = self._writer.read_by(self.tokenizer, rows, most, pair=self.pair)
+        texts = self._writer.write(rows)
+        again = _read(self.pieces.tokenizer, texts, None, pair=self._cached_pair)
+        read = _read(self.tokenizer, texts, most, pair=self.pair)
         return [
             own if torch.equal(row, same) else None for row, same, own in zip(rows, again, read, strict=True)
         ]

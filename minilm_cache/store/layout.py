@@ -34,7 +34,8 @@ def described_otherwise(folder: Path) -> str:
         return " It is a study or a chain: `minilm-cache report` and `evaluate` take it."
     if (folder / "search.json").is_file():
         return f" It is a search: `minilm-cache report` takes it, and its students are in {folder}/round-*."
-    if next(iter([*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]), None) is not None:
+    exported = [*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]
+    if exported and not any(folder.glob("*.safetensors*")):
         return " It is an exported model: `speed`, `embeddings`, `rerank` and `evaluate --as-is` take it."
     if (folder / "config.json").is_file():
         return " It is a model: `dump --teacher`, `evaluate`, `speed` and `embeddings` take it."

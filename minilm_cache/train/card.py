@@ -76,6 +76,7 @@ def save_student(
         if tokens is None:
             _write_tokenizer(reader, new)
         else:
+            tokens.tokenizer.backend_tokenizer.no_truncation()  # a setting of the last texts that it read
             tokens.tokenizer.save_pretrained(new)
         objective = trainer.learner.objective
         is_of_texts = objective.needs.head == "sequences" or objective.sentence_pooler is not None

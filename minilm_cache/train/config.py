@@ -67,7 +67,7 @@ class RecipeSettings(FrozenSettings):
     """Seed of initial weights, dropout and the order of batches."""
     dropout: Literal["teacher", "none"] = "teacher"
     """Dropout of students: as in the teacher's configuration, or none (default of `embedding`, and of
-    objectives that compare the documents of a query)."""
+    objectives that compare the documents of a query). Students of relations end closer without it, too."""
     frozen: Literal["none", "embeddings"] = "none"
     """Weights that are not trained: `none`, or the word embeddings (`embeddings`). Freeze these where
     students begin with the teacher's: words that are rare in the text then keep their meaning."""

@@ -113,7 +113,7 @@ class TrainResult(Made):
     def note_worse(self, session: Session) -> None:
         """Say which students ended worse than they began, before anything is made of them."""
         if worse := self.worse_in_words:
-            session.progress.note(f"{worse}. A lower rate, or more steps, may help.")
+            session.progress.note(f"{self.path.name}: {worse}. A lower rate, or more steps, may help.")
 
     def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""

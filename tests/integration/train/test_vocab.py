@@ -71,6 +71,8 @@ def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None
     assert vocabulary.unknown == pytest.approx(1 - vocabulary.tokens)
     vectors: Any = SentenceTransformer(str(small.student_path("1x16")), device="cpu").encode([FEW[0]])
     assert vectors.shape == (1, 32)
+    saved = json.loads((small.student_path("1x16") / "tokenizer.json").read_text())
+    assert saved["truncation"] is None  # what training cut its last texts to says nothing of the student
 
     code, printed, _ = command("info", small.path)
     assert code == 0
@@ -120,7 +122,7 @@ def test_what_cannot_be_asked_for(few: World, tmp_path: Path, command: Command) 
         with pytest.raises(InvalidConfigError, match=says):
             few.train("x", vocab=vocab)
     few.train("all", objective="minilm,embedding", vocab="cache")
-    with pytest.raises(InvalidConfigError, match="spelled by other pieces where whole texts are"):
+    with pytest.raises(InvalidConfigError, match="cut into other pieces where whole texts are"):
         few.train("x", objective="minilm,embedding", vocab="9")
     assert not (few.root / "x").exists()
     words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--max-length", 32)

@@ -228,6 +228,9 @@ def test_measured_by_every_command_that_measures_vectors(
     command.fails("embeddings", *models, *data, "--save", saved, code=2, says="whole is a model that was exp")
     assert not saved.exists()
     command.fails("info", whole, code=1, says="It is an exported model: `speed`, `embeddings`")
+    shutil.copy(world.teacher / "model.safetensors", whole)  # as on the hub, where both lie in one folder
+    command.fails("info", whole, code=1, says="It is a model: `dump --teacher`")
+    (whole / "model.safetensors").unlink()
     too_long = ("embeddings", *models[1:], "--retrieval", asked, "--max-length", 64)
     command.fails(*too_long, code=2, says="--max-length 64 is more than whole")
 
