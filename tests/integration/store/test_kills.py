@@ -77,7 +77,7 @@ def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(
 ) -> None:
     if soak == 1 and codec == "topk":
         pytest.skip("codes of `vectors` are more to lose; both codecs are tried with --soak")
-    world.corpus.write_text(world.corpus.read_text() * 4)
+    world.corpus.write_text(world.corpus.read_text() * 2)
     settings = {"codec": codec, "batch_size": 2}
     expected = arrays_of(world.dump("whole", **settings).path)
     killer = Killer(run_dump, world)
