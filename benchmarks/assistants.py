@@ -15,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from benchmarks.crowded import text_of
-from benchmarks.report import add_to_result, cpu
+from benchmarks.report import write_result
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.session import Session
@@ -70,7 +70,7 @@ def main() -> None:
         for summary in found.summaries:
             score = summary.scores["dev"]["accuracy"]
             rows[summary.model] |= {"sst2": score.mean, "sst2_stddev": score.stddev}
-    add_to_result("assistants", dumped=DUMPED, trained=TRAINED, rows=list(rows.values()), cpu=cpu())
+    write_result("assistants", {"dumped": DUMPED, "trained": TRAINED, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

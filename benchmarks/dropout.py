@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.crowded import text_of
-from benchmarks.report import cpu, write_result
+from benchmarks.report import write_result
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, train_students
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
@@ -48,7 +48,7 @@ def main() -> None:
                     time: {kind: round(kl, 4) for kind, kl in (of or {}).items()} for time, of in kls.items()
                 }
                 rows.append({"training": name, "dropout": dropout, "student": student.arch, **shown})
-    write_result("dropout", {"tokens": TOKENS, "settings": TRAINED, "rows": rows, "cpu": cpu()})
+    write_result("dropout", {"tokens": TOKENS, "settings": TRAINED, "rows": rows})
 
 
 def _cache(name: str, home: Path, data: Path) -> Path:

@@ -299,7 +299,9 @@ class _ExportedTransformer(InputModule):
         return {**features, "token_embeddings": output.last_hidden_state.to(device)}
 
     def save(self, output_path: str, *_: object, **__: object) -> None:
-        raise NotImplementedError("`compare_embeddings` refuses it")
+        raise InvalidConfigError(
+            f"{output_path}: a model that was exported is saved already. Copy its folder."
+        )
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

@@ -25,6 +25,7 @@ from minilm_cache.models.locate import CONFIG, read_json, refuse_no_config
 from minilm_cache.storage_schema.documents import Xxh3
 from minilm_cache.store.checked import sha256_files, xxh3_file
 from minilm_cache.store.durable import open_regular
+from minilm_cache.store.layout import exported_files
 
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -79,10 +80,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def _no_weights(folder: Path) -> str:
-    exported = next(iter([*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]), None)
-    if exported is not None:
+    if exported := exported_files(folder):
         return (
-            f"{folder} holds a model that was exported ({exported.relative_to(folder)}), which can be "
+            f"{folder} holds a model that was exported ({exported[0].relative_to(folder)}), which can be "
             "measured and run, and nothing else. Give the model that it was made from."
         )
     pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)

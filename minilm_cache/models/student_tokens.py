@@ -81,7 +81,7 @@ class OtherTokenizer(StudentTokens):
         """
         self._cached, self.tokenizer = cached, own
         own.truncation_side = "right"  # as students' folders say, whatever the donor's does
-        self._cached_pair = None if pairs is None else pairs[0]
+        self._writer = _Writer(cached, None if pairs is None else pairs[0])
         self.pair = None if pairs is None else pairs[1]
         self.name = tokenizer_sha256(own)[:12]
 
@@ -113,8 +113,9 @@ class OtherTokenizer(StudentTokens):
         """Return sequences as students read them."""
         assert most is not None, "`check_places` refuses what is learned of tokens"
         rows = inputs.ids[inputs.valid].split(inputs.lengths.tolist())
-        texts = _Writer(self._cached, self._cached_pair).write(rows)
-        return Inputs.of(_read(self.tokenizer, texts, most, pair=self.pair), self.pad_token)
+        return Inputs.of(
+            _read(self.tokenizer, self._writer.write(rows), most, pair=self.pair), self.pad_token
+        )
 
 
 class _Writer:
@@ -130,16 +131,16 @@ class _Writer:
             pair: what it puts around and between two texts. None means single texts.
             keeps_unknown: whether its unknown token is written, too, for a tokenizer that reads it again.
         """
-        self._tokenizer, self._pair, self._keeps_unknown = tokenizer, pair, keeps_unknown
+        self._tokenizer, self.pair, self._keeps_unknown = tokenizer, pair, keeps_unknown
         self._around = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         # Word pieces lack the spaces of a text: its signs would stand alone, like "it ' s".
         self._joins = isinstance(tokenizer.backend_tokenizer.decoder, decoders.WordPiece)
 
     def write(self, rows: Sequence[Int[Tensor, " _"]]) -> list[tuple[str, ...]]:
         """Return the text of each sequence, or both texts of each pair."""
-        if self._pair is None:
+        if self.pair is None:
             return [(self._text(row.tolist()),) for row in rows]
-        parts = [texts_of_pair(row.numpy(), self._pair) for row in rows]
+        parts = [texts_of_pair(row.numpy(), self.pair) for row in rows]
         return [(self._text(first.tolist()), self._text(second.tolist())) for first, second in parts]
 
     def _text(self, ids: list[int]) -> str:
@@ -227,7 +228,6 @@ class Vocabulary(StudentTokens):
         self.tokenizer = pieces.trimmed(kept)
         self.tokenizer.truncation_side = "right"
         self._num_after = num_after
-        self._cached_pair = pair
         self._writer = _Writer(pieces.tokenizer, pair, keeps_unknown=True)
         self.name = name_of(kept)
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
@@ -238,8 +238,6 @@ class Vocabulary(StudentTokens):
             self.pair = pair.model_copy(update=renumbered)
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
         self._has_lost = bool(lost)
-        self._is_lost = torch.zeros(pieces.size, dtype=torch.bool)
-        self._is_lost[lost] = True
         spelled = pieces.spelled(kept, lost) if lost else {}
         # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
         self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
@@ -282,7 +280,7 @@ class Vocabulary(StudentTokens):
             for row in spelled.split([int(part.sum()) for part in counts.split(lengths)])
         ]
         cached = ids.split(lengths)
-        others = [number for number, row in enumerate(cached) if self._is_lost[row].any()]
+        others = [number for number, row in enumerate(cached) if (self._first[row] >= self.pieces.size).any()]
         if not others:
             return Inputs.of(rows, self.pad_token)
         for number, row in zip(
@@ -294,7 +292,7 @@ class Vocabulary(StudentTokens):
     def _in_use(self, rows: Sequence[Int[Tensor, " _"]], most: int) -> list[Int[Tensor, " _"] | None]:
         """Return texts as the students' tokenizer reads them; None where ids do not say what a text was."""
         texts = self._writer.write(rows)
-        again = _read(self.pieces.tokenizer, texts, None, pair=self._cached_pair)
+        again = _read(self.pieces.tokenizer, texts, None, pair=self._writer.pair)
         read = _read(self.tokenizer, texts, most, pair=self.pair)
         return [
             own if torch.equal(row, same) else None for row, same, own in zip(rows, again, read, strict=True)

@@ -19,6 +19,11 @@ from minilm_cache.storage_schema.manifest import INDEX, CacheManifest, Calibrati
 from minilm_cache.store.durable import is_vacant, linked_part
 
 
+def exported_files(folder: Path) -> list[Path]:
+    """Return the files of a model that was exported for ONNX or OpenVINO, which may lie beside weights."""
+    return [*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]
+
+
 def described_otherwise(folder: Path) -> str:
     """Return a sentence on what a folder is, and on the command that takes it; empty where nothing is known.
 
@@ -34,8 +39,7 @@ def described_otherwise(folder: Path) -> str:
         return " It is a study or a chain: `minilm-cache report` and `evaluate` take it."
     if (folder / "search.json").is_file():
         return f" It is a search: `minilm-cache report` takes it, and its students are in {folder}/round-*."
-    exported = [*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]
-    if exported and not any(folder.glob("*.safetensors*")):
+    if exported_files(folder) and not any(folder.glob("*.safetensors*")):
         return " It is an exported model: `speed`, `embeddings`, `rerank` and `evaluate --as-is` take it."
     if (folder / "config.json").is_file():
         return " It is a model: `dump --teacher`, `evaluate`, `speed` and `embeddings` take it."

@@ -20,9 +20,9 @@ from tests.integration.train.test_train import settings as train_settings
 from tests.processes import CONTEXT
 from tests.support import World
 
-DUMP_KILLS = 3
+DUMP_KILLS = 5
 """Kills of dumps with each codec; four times as many with `--soak`."""
-TRAIN_KILLS = 3
+TRAIN_KILLS = 4
 
 
 def run_dump(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
